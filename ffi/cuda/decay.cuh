@@ -67,15 +67,19 @@ __device__ inline float Log2Decay(float w, Decay form) {
   return log2 < kMinLog2Decay ? kMinLog2Decay : log2;
 }
 
-// The log decay of w and its derivative in w, without a floor. The forms are selected, since branches
-// would take more instructions than they save.
-__device__ inline float2 LogDecayAndSlope(float w, Decay form) {
-  const bool sigmoid = form == Decay::kSigmoid;
-  const float exponent = (sigmoid ? -kLog2E : kLog2E) * w;
-  const float e = Exp2(exponent > 126.0f ? 126.0f : exponent);
-  const float s = Reciprocal(1.0f + e), scaled = -kSigmoidScale * s;
-  const float log_decay = sigmoid ? scaled : form == Decay::kExp ? -e : w;
-  return {log_decay, sigmoid ? scaled * s * e : form == Decay::kExp ? -e : 1.0f};
+// The base-2 logarithm of the decay factor of w, but at least `least`, and the derivative of the natural one in w,
+// which is 0 below that. kSigmoid needs no floor.
+template <Decay kForm>
+__device__ float2 Log2DecayAndSlope(float w, float least) {
+  if constexpr (kForm == Decay::kSigmoid) {
+    const float exponent = -kLog2E * w;
+    const float e = Exp2(exponent > 126.0f ? 126.0f : exponent);
+    const float s = Reciprocal(1.0f + e), log_decay = -kSigmoidScale * s;
+    return {kLog2E * log_decay, log_decay * s * e};
+  }
+  const float slope = kForm == Decay::kExp ? -Exp2(kLog2E * w) : 1.0f;
+  const float log2 = kLog2E * (kForm == Decay::kExp ? slope : w);
+  return log2 < least ? float2{least, 0.0f} : float2{log2, slope};
 }
 
 }  // namespace rwkv_jax::cuda

@@ -12,22 +12,29 @@
 // representation with the UT transform (section 3 of arXiv:2406.06484), here with decays in the
 // operands.
 //
-// Rows of a matrix are tokens, except that a state is [V, K]. Operands are scaled so that a state
-// keeps its value from the end of the chunk backwards: g is the sum of the log decays of the tokens
-// after a token, and g' is g plus the log decay of the token itself.
+// Rows of a matrix are tokens, except that a state is [V, K]. Operands are scaled relative to the middle of the
+// decays of their half of the chunk, so that the factors stay in range where decays are steep. Of half h, which
+// is 0 or 1, T_h is the sum of the log2 decays, g is the sum of those of the tokens after a token, and g' is g
+// plus that of the token itself. e_h is an integer near T_h / 2. s is e_0 in half 0 and T_1 - e_1 in half 1.
 //
-//   At = A exp(-g')   Rt = R exp(-g)   Bh = B exp(g)   Kh = K exp(g)   Sp = S0 exp(g' of token 0)
+//   At = A 2^(s - g')       Rt = R 2^(s - g)          Bh = B 2^(g - s)    Kh = K 2^(g - s)
+//   Sp = S0 2^(T_0 - e_0)   dSh = dS 2^(T_1 - e_1)    D = 2^(e_0 + e_1), a factor of each channel
 //   Aab = tril_strict(At Bh^T)   Aak = tril_strict(At Kh^T)
 //   Qrb = tril(Rt Bh^T)          Qrk = tril(Rt Kh^T)
 //   M = (I - Aab)^-1   Z = At Sp^T + Aak V   U = M Z   Y = Rt Sp^T + Qrb U + Qrk V
 //
 // The gradients are
 //
-//   dU = Qrb^T dY + Bh dS^T    dZ = M^T dU    dV = Qrk^T dY + Kh dS^T + Aak^T dZ
+//   dU = Qrb^T dY + Bh dSh^T   dZ = M^T dU    dV = Qrk^T dY + Kh dSh^T + Aak^T dZ
 //   dQrb = tril(dY U^T)          dQrk = tril(dY V^T)
 //   dAab = tril_strict(dZ U^T)   dAak = tril_strict(dZ V^T)
-//   dBh = U dS + dQrb^T Rt + dAab^T At       dRt = dY Sp + dQrb Bh + dQrk Kh
-//   dKh = V dS + dQrk^T Rt + dAak^T At       dAt = dZ Sp + dAab Bh + dAak Kh
+//   dBh = U dSh + dQrb^T Rt + dAab^T At      dRt = dY Sp + dQrb Bh + dQrk Kh
+//   dKh = V dSh + dQrk^T Rt + dAak^T At      dAt = dZ Sp + dAab Bh + dAak Kh
+//
+// A term that joins one of Sp, Bh of half 0 and Kh of half 0 with one of dSh, At of half 1 and Rt of half 1 has
+// the factor D besides. D is a power of two, so that multiplying by it rounds nothing. A product that sums over
+// channels has D in its left operand, in registers. In the other products, the sum of the terms with D is
+// multiplied before those without are added.
 //
 // A log decay scales what later tokens read and does not scale what later tokens write, so its
 // gradient is a sum over the tokens from its own on,
@@ -48,10 +55,10 @@
 //
 //   phase              computes             warpgroups          barrier, and what it is for
 //   LoadChunk          starts all copies    all                 block: w has been copied
-//   SumLogDecays       g, within a half     panel x half        block: sums of the other half;
+//   SumLogDecays       g - s, e_h           panel x half        block: e_h of the other half;
 //                                                                 a, b, k, r have been copied
 //   ScaleOperands      At Rt Bh Kh          panel x half
-//   ScaleState         Sp                   all                 block: operands are scaled
+//   ScaleState         Sp dSh D             all                 block: operands are scaled
 //   TokenProducts      M Aak Qrb Qrk        one product each    block: products are stored
 //   Values             Z U                  half 0              half: U of all panels is stored
 //   ValueGradients     dU dZ dV             half 1
@@ -81,9 +88,15 @@
 namespace rwkv_jax::cuda {
 namespace {
 
+// The largest |T_h|; a chunk with a larger one is steep, and is left to another kernel. It keeps the factors of
+// operands within 2^87. kMaxExponent, the largest |e_h|, keeps D a normal number.
+constexpr float kMaxHalfLog2 = 150.0f, kMaxExponent = 63.0f;
+static_assert(-kLeastLog2 <= kMaxHalfLog2, "a token that forgets all leaves its half in range");
+
 constexpr int kChunkTokens = static_cast<int>(kChunk);
 static_assert(kChunkTokens == 64, "a chunk is the rows of a warpgroup and the columns of a panel");
 constexpr int kChunkTiles = kChunkTokens / kTileTokens;
+constexpr int kPanelTiles = kPanelCols / kTileTokens;
 
 // A half of the tokens of a chunk.
 constexpr int kHalfTokens = kChunkTokens / 2;
@@ -114,13 +127,13 @@ struct GradientLayout {
   static constexpr int kU = kDy + kTokenBytes;   // U, db
   static constexpr int kDz = kU + kTokenBytes;   // w, dZ, da
   static constexpr int kSp = kDz + kTokenBytes;  // Sp
-  static constexpr int kDs = kSp + kStateBytes;  // dS
+  static constexpr int kDs = kSp + kStateBytes;  // dSh
   static constexpr int kM = kDs + kStateBytes;   // key factors, Aab, M, dv of the first panel, dAab
   static constexpr int kAak = kM + kPanelBytes;  // Aak, dv of the second panel, dAak
   static constexpr int kQrb = kAak + kPanelBytes;  // Qrb, dQrb
   static constexpr int kQrk = kQrb + kPanelBytes;  // Qrk, dQrk
-  // float [4, N]: first the sums of the log decays of both halves; then, in rows 1 and 2, the sums
-  // of dS * S_L of both halves, and in row 3 the sum of the reads of the second half.
+  // float [4, N]: first the factors of S0 and dS and both e_h. D takes the place of e_0. Then rows 0 and 1 have
+  // the sums of dS * S_L of both halves, and row 3 has the sum of the reads of the second half.
   static constexpr int kSums = kQrk + kPanelBytes;
   static constexpr int kBytes = kSums + 4 * N * sizeof(float);
 };
@@ -135,11 +148,15 @@ struct GradientBarriers {
   };
 };
 
-// Operands of several tiles along k. k runs along the rows of an array, panel after panel, ...
+// Operands of several tiles along k; Half gives the columns that are a half of the tokens. k runs along the
+// rows of an array, panel after panel, ...
 struct Along {
   uint32_t panel;
   int panel_bytes = 0;
 
+  __device__ Along Half(int half) const {
+    return {panel + half * kHalfTokens * kRowBytes, panel_bytes};
+  }
   __device__ KAlongRows Tile(int tile) const { return {panel + tile / 4 * panel_bytes, tile % 4}; }
 };
 
@@ -148,28 +165,56 @@ struct Down {
   uint32_t panel;
   int column = 0;  // the first, in tiles
 
+  __device__ Down Half(int half) const { return {panel, column + half * kHalfTiles}; }
   __device__ KDownRows Tile(int tile) const { return {panel, tile, column}; }
 };
 
-// Starts sum = left right, or sum += left right if kAdd, over kTiles tiles of k.
-template <bool kAdd, int kTiles, typename LeftOperand, typename Right>
-__device__ void Product(int warp, Accumulator<8>& sum, const LeftOperand& left,
-                        const Right& right) {
+// The columns of a half in a sum whose columns are the tokens of a chunk. Such sums have products of 32 columns
+// alone: ptxas serialises those of 64 columns beside them.
+template <int kHalf>
+__device__ HalfAccumulator& HalfOf(Accumulator<8>& sum) {
+  return *reinterpret_cast<HalfAccumulator*>(&sum[kHalf * kHalfFragments]);
+}
+
+// Starts sum = left right, or sum += left right if `add`, over the panel of k that begins with tile `first`. The
+// two halves of the columns have left operands of their own.
+__device__ inline void PanelProduct(bool add, Accumulator<8>& sum,
+                                    const Left (&left_of_0)[kPanelTiles],
+                                    const Left (&left_of_1)[kPanelTiles], const Along& right,
+                                    int first) {
   BeginProducts();
 #pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile)
-    MultiplyOrAdd(kAdd || tile > 0, sum, warp, left.Tile(tile), right.Tile(tile));
+  for (int i = 0; i < kPanelTiles; ++i) {
+    MultiplyOrAdd(add || i > 0, HalfOf<0>(sum), left_of_0[i], right.Half(0).Tile(first + i));
+    MultiplyOrAdd(add || i > 0, HalfOf<1>(sum), left_of_1[i], right.Half(1).Tile(first + i));
+  }
   CommitProducts();
 }
 
-// The same product with the left operand in registers and k over the tokens of the chunk.
-template <bool kAdd, typename Right>
-__device__ void Product(Accumulator<8>& sum, const Left (&left)[kChunkTiles], const Right& right) {
+// Starts sum = left right, or sum += left right if kAdd, where columns and k are the tokens of the chunk. For each
+// half of the columns k runs over that half and, if it is on the side kSide, over the other one.
+enum class Side { kBefore, kAfter };
+
+template <bool kAdd, Side kSide, typename Right>
+__device__ void TokenProduct(Accumulator<8>& sum, const Left (&left)[kChunkTiles],
+                             const Right& right) {
+  constexpr int kEnd = kSide == Side::kAfter ? kChunkTiles : kHalfTiles;  // of half 0
+  constexpr int kBegin = kSide == Side::kAfter ? kHalfTiles : 0;          // of half 1
   BeginProducts();
 #pragma unroll
-  for (int tile = 0; tile < kChunkTiles; ++tile)
-    MultiplyOrAdd(kAdd || tile > 0, sum, left[tile], right.Tile(tile));
+  for (int tile = 0; tile < kChunkTiles; ++tile) {
+    if (tile < kEnd)
+      MultiplyOrAdd(kAdd || tile > 0, HalfOf<0>(sum), left[tile], right.Half(0).Tile(tile));
+    if (tile >= kBegin)
+      MultiplyOrAdd(kAdd || tile > kBegin, HalfOf<1>(sum), left[tile], right.Half(1).Tile(tile));
+  }
   CommitProducts();
+}
+
+// Loads the rows of a warp as left operands, of the panel of k that begins with tile `first`.
+__device__ inline void LoadRows(const Along& rows, int warp, int first, Left (&left)[kPanelTiles]) {
+#pragma unroll
+  for (int i = 0; i < kPanelTiles; ++i) rows.Tile(first + i).LoadLeft(warp, left[i]);
 }
 
 // Loads left operands from the transpose of a panel: columns 16 * column to 16 * column + 15, and
@@ -233,7 +278,8 @@ struct WarpChannels {
 };
 
 // Stores the lower triangle of a product of tokens by tokens in a panel, rounded: with the diagonal
-// if `diagonal`, and without the pairs of tokens of different segments.
+// if `diagonal`, and without the pairs of tokens of different segments. What is cleared may be infinite.
+// Nothing reads the block of half 0 by half 1.
 __device__ void StoreLower(int warp, uint32_t panel, bool diagonal, const ChunkMarks& marks,
                            Accumulator<8>& sum) {
   if (marks.starts != 0)
@@ -246,6 +292,7 @@ __device__ void StoreLower(int warp, uint32_t panel, bool diagonal, const ChunkM
     }
 #pragma unroll
   for (int tile = 0; tile < kChunkTiles; ++tile) {
+    if (tile >= kHalfTiles && warp < kHalfTiles) break;
     Left x = {};
     if (tile < warp) {
       Round(sum[2 * tile], sum[2 * tile + 1], x);
@@ -344,9 +391,14 @@ __device__ void InvertPanel(int warp, int barrier, uint32_t panel) {
   }
 }
 
+// Adds the chunk of this block to a list behind its length. Inlined, it would cost registers everywhere.
+[[gnu::noinline]] __device__ void AddChunk(uint32_t* list) {
+  list[1 + atomicAdd(list, 1)] = blockIdx.x;
+}
+
 // The decays of the channels of a warp and the tokens of its half.
 struct HalfDecays {
-  HalfAccumulator after = {};  // g / log 2
+  HalfAccumulator after = {};  // (g - s) / log 2
   uint32_t raw_w[kHalfTiles][4];
   Left log_decays[kHalfTiles];  // of float16, scaled; needed until the operands are scaled
 };
@@ -373,7 +425,9 @@ class ChunkGradients {
   static constexpr int kRowPieces = N / 8;
   static constexpr int kStatePieces = N * kRowPieces;
   static constexpr int kStateSteps = kStatePieces / L::kThreads;
-  using StatePieces = uint4[kStateSteps];  // the pieces of S0 that a thread has
+  struct StatePieces {  // the pieces of S0 and dS that a thread has
+    uint4 s0[kStateSteps], ds[kStateSteps];
+  };
 
   __device__ ChunkGradients(const Call& call, unsigned char* memory)
       : call(call),
@@ -381,7 +435,7 @@ class ChunkGradients {
         shared(SharedAddress(memory)),
         warp(Warp() % 4),
         group(Warp() / 4),
-        panel(group / 2),
+        panel(L::kPanels == 1 ? 0 : group / 2),
         half(group % 2) {}
 
   // Finds the chunk and the head of this block. Returns false if the block has nothing to do.
@@ -406,7 +460,7 @@ class ChunkGradients {
   }
 
   // Starts the copies of the chunk in three groups: w, then what the decays scale, then the rest.
-  // S0 comes in registers, since it is scaled before it is stored.
+  // S0 and dS come in registers, since they are scaled before they are stored.
   __device__ __forceinline__ void LoadChunk(const uint4* gradients, StatePieces& state) const {
     const uint64_t absent = LoadMarks().absent;
     const auto copy = [&](int to, const void* from) {
@@ -438,8 +492,8 @@ class ChunkGradients {
     const int64_t index = static_cast<int64_t>(blockIdx.x) * kStatePieces + threadIdx.x;
 #pragma unroll
     for (int i = 0; i < kStateSteps; ++i) {
-      CopyAsync(StatePiece(shared + L::kDs, i), gradients + index + i * L::kThreads, true);
-      state[i] = static_cast<const uint4*>(call.states)[index + i * L::kThreads];
+      state.s0[i] = static_cast<const uint4*>(call.states)[index + i * L::kThreads];
+      state.ds[i] = gradients[index + i * L::kThreads];
     }
     CommitCopies();
   }
@@ -448,9 +502,9 @@ class ChunkGradients {
   __device__ __forceinline__ void WaitForDecays() const { WaitForCopies<kBf16 ? 2 : 1>(); }
   __device__ __forceinline__ void WaitForScaledOperands() const { WaitForCopies<kBf16 ? 1 : 0>(); }
 
-  // g of the tokens of this half, so far without the log decays of the later half, and the sum of
-  // the log decays of each half. Sums are products with ones, in float16.
-  __device__ __forceinline__ void SumLogDecays(HalfDecays& decays) const {
+  // g - s of the tokens of this half, e_h, and the factor of S0 or dS. Sums are products with ones, in float16.
+  // Returns whether T_h is in range.
+  __device__ __forceinline__ bool SumLogDecays(HalfDecays& decays) const {
     const Ones later(false, false, true), all(true, true, true);
     float total[4] = {};
 #pragma unroll
@@ -468,30 +522,41 @@ class ChunkGradients {
 #pragma unroll
       for (int i = 0; i < 2; ++i) AddLogDecays(decays.after[2 * tile + i], log_decays, later, i);
     }
-    if (Lane() % 4 == 0) {
-      Sums()[half * N + Channel()] = total[0];
-      Sums()[half * N + Channel() + 8] = total[2];
+    bool in_range = true;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float sum = total[2 * i];
+      const float exponent = rintf(fminf(fmaxf(0.5f * sum, -kMaxExponent), kMaxExponent));
+      const float rest = sum - exponent;
+      in_range = in_range && fabsf(sum) <= kMaxHalfLog2;
+#pragma unroll
+      for (int fragment = 0; fragment < kHalfFragments; ++fragment)
+#pragma unroll
+        for (int e = 2 * i; e < 2 * i + 2; ++e)
+          decays.after[fragment][e] -= half == 0 ? exponent : rest;
+      if (Lane() % 4 == 0) {
+        Sums()[half * N + Channel() + 8 * i] = Exp2(rest);
+        Sums()[(2 + half) * N + Channel() + 8 * i] = exponent;
+      }
     }
+    return in_range;
   }
 
-  // Whether the chunk is left to another kernel.
-  __device__ __forceinline__ bool IsSteep(uint32_t* steep) const {
-    if (kKeyed || steep == nullptr) return false;
-    const bool far = threadIdx.x < N && Sums()[threadIdx.x] + Sums()[N + threadIdx.x] < -86.0f;
-    if (__syncthreads_and(!far)) return false;
-    if (threadIdx.x == 0) steep[1 + atomicAdd(steep, 1)] = blockIdx.x;
+  // The barrier after SumLogDecays. Returns whether the chunk is left to another kernel.
+  __device__ __forceinline__ bool IsSteep(bool in_range, uint32_t* steep) const {
+    if (kKeyed || steep == nullptr) {
+      __syncthreads();
+      return false;
+    }
+    if (__syncthreads_and(in_range)) return false;
+    if (threadIdx.x == 0) AddChunk(steep);
     WaitForCopies<0>();
     return true;
   }
 
   // At, Rt, Bh and Kh of this half, in place; of float16 also V and dY, as bfloat16.
-  __device__ __forceinline__ void ScaleOperands(HalfDecays& decays) const {
-    HalfAccumulator& after = decays.after;
-    if (half == 0) {
-      const float later_half[2] = {Sums()[N + Channel()], Sums()[N + Channel() + 8]};
-      ForEachElement<kHalfFragments>(
-          [&](int fragment, int e) { after[fragment][e] += later_half[e / 2]; });
-    }
+  __device__ __forceinline__ void ScaleOperands(const HalfDecays& decays) const {
+    const HalfAccumulator& after = decays.after;
     const Ones itself(false, true, false);
 #pragma unroll
     for (int tile = 0; tile < kHalfTiles; ++tile) {
@@ -537,20 +602,28 @@ class ChunkGradients {
     }
   }
 
-  // Sp from the pieces of S0 in registers.
+  // Sp and dSh from the pieces of S0 and dS in registers, and D.
   __device__ __forceinline__ void ScaleState(const StatePieces& state) const {
-    float e[8];  // exp(g' of token 0) of the columns of this thread
     const int col = threadIdx.x % kRowPieces * 8;
+    const auto scale = [&](int to, const uint4(&pieces)[kStateSteps], const float* factors) {
+      float e[8];
 #pragma unroll
-    for (int c = 0; c < 8; ++c) e[c] = Exp2(Sums()[col + c] + Sums()[N + col + c]);
+      for (int c = 0; c < 8; ++c) e[c] = factors[col + c];
 #pragma unroll
-    for (int i = 0; i < kStateSteps; ++i) {
-      const auto scaled = [&](uint32_t x, int c) {
-        return Bf16::Round(Bf16::Low(x) * e[c], Bf16::High(x) * e[c + 1]);
-      };
-      *reinterpret_cast<uint4*>(memory + StatePiece(L::kSp, i)) = {
-          scaled(state[i].x, 0), scaled(state[i].y, 2), scaled(state[i].z, 4),
-          scaled(state[i].w, 6)};
+      for (int i = 0; i < kStateSteps; ++i) {
+        const auto scaled = [&](uint32_t x, int c) {
+          return Bf16::Round(Bf16::Low(x) * e[c], Bf16::High(x) * e[c + 1]);
+        };
+        *reinterpret_cast<uint4*>(memory + StatePiece(to, i)) = {
+            scaled(pieces[i].x, 0), scaled(pieces[i].y, 2), scaled(pieces[i].z, 4),
+            scaled(pieces[i].w, 6)};
+      }
+    };
+    scale(L::kSp, state.s0, Sums());
+    scale(L::kDs, state.ds, Sums() + N);
+    if (threadIdx.x < N) {
+      float* const exponent = Sums() + 2 * N + threadIdx.x;
+      *exponent = Exp2(exponent[0] + exponent[N]);
     }
   }
 
@@ -559,7 +632,7 @@ class ChunkGradients {
   __device__ __forceinline__ void TokenProducts() const {
     const auto product = [&](int to, int left, int right, bool diagonal) {
       Accumulator<8> sum;
-      Product<false, kTiles>(warp, sum, AllChannels(left), AllChannels(right));
+      ChannelProduct<0>(sum, AllChannels(left), AllChannels(right), warp >= kHalfTiles);
       Finish(sum);
       StoreLower(warp, At(to), diagonal, LoadMarks(), sum);
     };
@@ -580,16 +653,17 @@ class ChunkGradients {
   // Z^T and U^T of the channels of this panel; half 0. U is left in shared memory.
   __device__ __forceinline__ void Values() const {
     Accumulator<8> z, u;
-    Left rounded[kChunkTiles];
-    Product<false, kTiles>(warp, z, StateRows(L::kSp), AllChannels(L::kAt));
+    Left left[kChunkTiles];
+    ChannelProduct<1>(z, StateRows(L::kSp), AllChannels(L::kAt));
+    LoadTransposedPanel(OwnPanel(L::kV), warp, 0, left);
     if (const ChunkMarks marks = LoadMarks(); marks.starts != 0) {
       Finish(z);
       KeepTokens<8>(0, 0, marks.FirstStart(), z);
     }
-    Product<true, kChunkTiles>(warp, z, Down{OwnPanel(L::kV)}, Along{At(L::kAak)});
+    TokenProduct<true, Side::kBefore>(z, left, Along{At(L::kAak)});
     Finish(z);
-    RoundPanel(z, rounded);
-    Product<false>(u, rounded, Along{At(L::kM)});
+    RoundPanel(z, left);
+    TokenProduct<false, Side::kBefore>(u, left, Along{At(L::kM)});
     Finish(u);
     OwnChannels(L::kU).template StoreSum<__nv_bfloat16>(0, u);
     PublishOperands();
@@ -601,59 +675,65 @@ class ChunkGradients {
   // panel it is the same warpgroup.)
   __device__ __forceinline__ void TriangleGradients() const {
     const bool has_b = panel == 0, has_k = panel == L::kPanels - 1;
-    Accumulator<8> dqrb, dqrk;
-    if (has_b) Product<false, kTiles>(warp, dqrb, AllChannels(L::kDy), AllChannels(L::kU));
-    if (has_k) Product<false, kTiles>(warp, dqrk, AllChannels(L::kDy), AllChannels(L::kV));
-    WaitForProducts<0>();
+    const auto multiply = [&](int left, Accumulator<8>& b, Accumulator<8>& k) {
+#pragma unroll
+      for (int first = 0; first < kTiles; first += kPanelTiles) {
+        if (first > 0) WaitForProducts<0>();
+        Left rows[kPanelTiles];
+        LoadRows(AllChannels(left), warp, first, rows);
+        if (has_b) PanelProduct(first > 0, b, rows, rows, AllChannels(L::kU), first);
+        if (has_k) PanelProduct(first > 0, k, rows, rows, AllChannels(L::kV), first);
+      }
+      WaitForProducts<0>();
+    };
+    const auto store = [&](bool diagonal, int to_b, Accumulator<8>& b, int to_k,
+                           Accumulator<8>& k) {
+      if (has_b) {
+        Settle(b);
+        StoreLower(warp, At(to_b), diagonal, LoadMarks(), b);
+      }
+      if (has_k) {
+        Settle(k);
+        StoreLower(warp, At(to_k), diagonal, LoadMarks(), k);
+      }
+    };
+    Accumulator<8> b, k;
+    multiply(L::kDy, b, k);
     WaitForValues();  // until half 1 has stored dZ, and needs the triangles no longer
-
-    Accumulator<8> daab, daak;
-    if (has_b) {
-      Settle(dqrb);
-      StoreLower(warp, At(L::kQrb), true, LoadMarks(), dqrb);
-      Product<false, kTiles>(warp, daab, AllChannels(L::kDz), AllChannels(L::kU));
-    }
-    if (has_k) {
-      Settle(dqrk);
-      StoreLower(warp, At(L::kQrk), true, LoadMarks(), dqrk);
-      Product<false, kTiles>(warp, daak, AllChannels(L::kDz), AllChannels(L::kV));
-    }
-    WaitForProducts<0>();
+    store(true, L::kQrb, b, L::kQrk, k);
+    multiply(L::kDz, b, k);
     WaitForValues();  // until dV has left the panels of M and Aak
-    if (has_b) {
-      Settle(daab);
-      StoreLower(warp, At(L::kM), false, LoadMarks(), daab);
-    }
-    if (has_k) {
-      Settle(daak);
-      StoreLower(warp, At(L::kAak), false, LoadMarks(), daak);
-    }
+    store(false, L::kM, b, L::kAak, k);
   }
 
   // dU^T, dZ^T and dV^T of the channels of this panel; half 1. dZ is left in shared memory, dV goes
   // out by way of the panel of M or Aak.
   __device__ __forceinline__ void ValueGradients() const {
     Accumulator<8> du, dz, dv;
-    Left rounded[kChunkTiles];
+    Left left[kChunkTiles];
     const auto keep_last_segment = [&](Accumulator<8>& sum) {
       if (const ChunkMarks marks = LoadMarks(); marks.starts != 0) {
         Finish(sum);
         KeepTokens<8>(0, marks.LastStart(), kChunkTokens, sum);
       }
     };
-    Product<false, kTiles>(warp, du, StateRows(L::kDs), AllChannels(L::kBh));
+    ChannelProduct<0>(du, StateRows(L::kDs), AllChannels(L::kBh));
+    LoadTransposedPanel(OwnPanel(L::kDy), warp, 0, left);
     keep_last_segment(du);
-    Product<true, kChunkTiles>(warp, du, Down{OwnPanel(L::kDy)}, Down{At(L::kQrb)});
+    TokenProduct<true, Side::kAfter>(du, left, Down{At(L::kQrb)});
     Finish(du);
-    RoundPanel(du, rounded);
-    Product<false>(dz, rounded, Down{At(L::kM)});
+    RoundPanel(du, left);
+    TokenProduct<false, Side::kAfter>(dz, left, Down{At(L::kM)});
     Finish(dz);
     OwnChannels(L::kDz).template StoreSum<__nv_bfloat16>(0, dz);
-    RoundPanel(dz, rounded);
-    Product<false, kTiles>(warp, dv, StateRows(L::kDs), AllChannels(L::kKh));
+    RoundPanel(dz, left);
+    ChannelProduct<0>(dv, StateRows(L::kDs), AllChannels(L::kKh));
     keep_last_segment(dv);
-    Product<true, kChunkTiles>(warp, dv, Down{OwnPanel(L::kDy)}, Down{At(L::kQrk)});
-    Product<true>(dv, rounded, Down{At(L::kAak)});
+    TokenProduct<true, Side::kAfter>(dv, left, Down{At(L::kAak)});
+    WaitForProducts<1>();  // There are no registers for more left operands.
+    Left dy[kChunkTiles];
+    LoadTransposedPanel(OwnPanel(L::kDy), warp, 0, dy);
+    TokenProduct<true, Side::kAfter>(dv, dy, Down{At(L::kQrk)});
     Finish(dv);
     WaitForValues();
 
@@ -667,27 +747,28 @@ class ChunkGradients {
   // dB and dK of this panel and half, and their terms of the decays.
   __device__ __forceinline__ void KeyGradients(const HalfDecays& decays, DecayTerms& terms) const {
     if (LoadMarks().starts == 0) AddWrittenOfState(terms);
+    if (half == 1) BringAcross(terms.written);
     HalfAccumulator pair[2];  // dBh, dKh
     Left ds[kTiles];
     LoadTransposedPanel(StateColumns(L::kDs), warp, 0, ds);
     ProductPair<false>(pair, ds, 0, HalfRows(L::kU), HalfRows(L::kV));
-    const auto add_triangles = [&](auto tiles, int first_tile) {
-      AddTriangles<decltype(tiles)::value>(
-          pair, first_tile, {L::kRt, HalfColumns(L::kQrb), HalfColumns(L::kQrk)},
-          TrianglePair<Down>{L::kAt, HalfColumns(L::kM), HalfColumns(L::kAak)}, [&] {
-            if (const ChunkMarks marks = LoadMarks(); marks.starts != 0)
-              for (HalfAccumulator& sum : pair)
-                KeepTokens<kHalfFragments>(half * kHalfTokens, marks.LastStart(), kChunkTokens,
-                                           sum);
-            AddWritten(L::kBh, pair[0], terms);
-            AddWritten(L::kKh, pair[1], terms);
-          });
+    const auto add_triangles = [&](int of_half, auto&& meanwhile) {
+      AddTriangles(pair, of_half, {L::kRt, HalfColumns(L::kQrb), HalfColumns(L::kQrk)},
+                   TrianglePair<Down>{L::kAt, HalfColumns(L::kM), HalfColumns(L::kAak)}, meanwhile);
     };
-    // Tokens are read by later tokens: the second half by the second half alone.
-    if (half == 0)
-      add_triangles(std::integral_constant<int, kChunkTiles>(), 0);
-    else
-      add_triangles(std::integral_constant<int, kHalfTiles>(), kHalfTiles);
+    // Tokens are read by later tokens, those of half 0 by those of half 1 too.
+    add_triangles(1, [&] {
+      if (const ChunkMarks marks = LoadMarks(); marks.starts != 0)
+        for (HalfAccumulator& sum : pair)
+          KeepTokens<kHalfFragments>(half * kHalfTokens, marks.LastStart(), kChunkTokens, sum);
+      AddWritten(L::kBh, pair[0], terms);
+      AddWritten(L::kKh, pair[1], terms);
+    });
+    if (half == 0) {
+      BringAcross(terms.written);
+      BringAcross(pair);
+      add_triangles(0, [] {});
+    }
     AddReads(L::kBh, -1.0f, pair[0], terms);
     AddReads(L::kKh, -1.0f, pair[1], terms);
     ForEachElement<kHalfFragments>([&](int fragment, int e) {
@@ -704,35 +785,43 @@ class ChunkGradients {
     Left sp[kTiles];
     LoadTransposedPanel(StateColumns(L::kSp), warp, 0, sp);
     ProductPair<false>(pair, sp, 0, HalfRows(L::kDy), HalfRows(L::kDz));
-    const auto add_triangles = [&](auto tiles) {
-      AddTriangles<decltype(tiles)::value>(
-          pair, 0, {L::kBh, HalfRows(L::kQrb), HalfRows(L::kM)},
-          TrianglePair<Along>{L::kKh, HalfRows(L::kQrk), HalfRows(L::kAak)}, [&] {
-            if (const ChunkMarks marks = LoadMarks(); marks.starts != 0)
-              for (HalfAccumulator& sum : pair)
-                KeepTokens<kHalfFragments>(half * kHalfTokens, 0, marks.FirstStart(), sum);
-          });
+    const auto add_triangles = [&](int of_half, auto&& meanwhile) {
+      AddTriangles(pair, of_half, {L::kBh, HalfRows(L::kQrb), HalfRows(L::kM)},
+                   TrianglePair<Along>{L::kKh, HalfRows(L::kQrk), HalfRows(L::kAak)}, meanwhile);
     };
-    // Tokens read earlier tokens: the first half reads the first half alone.
-    if (half == 0)
-      add_triangles(std::integral_constant<int, kHalfTiles>());
-    else
-      add_triangles(std::integral_constant<int, kChunkTiles>());
+    // Tokens read earlier tokens, those of half 1 those of half 0 too.
+    add_triangles(0, [&] {
+      if (const ChunkMarks marks = LoadMarks(); marks.starts != 0)
+        for (HalfAccumulator& sum : pair)
+          KeepTokens<kHalfFragments>(half * kHalfTokens, 0, marks.FirstStart(), sum);
+    });
+    if (half == 1) {
+      BringAcross(pair);
+      add_triangles(1, [] {});
+    }
     AddReads(L::kRt, 1.0f, pair[0], terms);
     OwnChannels(L::kAt).ForEachPair(FirstTile(), [&](int fragment, int e, float low, float high) {
       terms.own_reads[fragment][e] = low * pair[1][fragment][e];
       terms.own_reads[fragment][e + 1] = high * pair[1][fragment][e + 1];
     });
-    ForEachElement<kHalfFragments>([&](int fragment, int e) {
-      const uint32_t w = decays.raw_w[fragment / 2][fragment % 2 + e / 2 * 2];
-      const float2 log_decay =
-          LogDecayAndSlope(e % 2 ? Pair<T>::High(w) : Pair<T>::Low(w), call.decay);
-      const float after = decays.after[fragment][e];
-      terms.slope[fragment][e] = log_decay.y;
-      pair[0][fragment][e] *= Exp2(-after);
-      pair[1][fragment][e] *= Exp2(-after - kLog2E * log_decay.x);
-      terms.reads[fragment][e] += terms.own_reads[fragment][e];
-    });
+    const auto scale = [&](auto form) {
+      ForEachElement<kHalfFragments>([&](int fragment, int e) {
+        const uint32_t w = decays.raw_w[fragment / 2][fragment % 2 + e / 2 * 2];
+        const float2 own = Log2DecayAndSlope<decltype(form)::value>(
+            e % 2 ? Pair<T>::High(w) : Pair<T>::Low(w), kLeastLog2);
+        const float after = decays.after[fragment][e];
+        terms.slope[fragment][e] = own.y;
+        pair[0][fragment][e] *= Exp2(-after);
+        pair[1][fragment][e] *= Exp2(-after - own.x);
+        terms.reads[fragment][e] += terms.own_reads[fragment][e];
+      });
+    };
+    if (kKeyed || call.decay == Decay::kSigmoid)
+      scale(std::integral_constant<Decay, Decay::kSigmoid>());
+    else if (call.decay == Decay::kExp)
+      scale(std::integral_constant<Decay, Decay::kExp>());
+    else
+      scale(std::integral_constant<Decay, Decay::kLog>());
     WritePair(pair, L::kDy, call.dr, L::kDz, call.da);
   }
 
@@ -753,7 +842,7 @@ class ChunkGradients {
     if (Lane() % 4 == 0)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        Sums()[(1 + half) * N + Channel() + 8 * i] = terms.written[i];
+        Sums()[half * N + Channel() + 8 * i] = terms.written[i];
         if (half == 1) Sums()[3 * N + Channel() + 8 * i] = half_reads[i];
       }
     __syncthreads();
@@ -761,7 +850,7 @@ class ChunkGradients {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float* const sum = Sums() + Channel() + 8 * i;
-      total[i] = sum[N] + sum[2 * N] + (half == 0 ? sum[3 * N] : 0.0f);
+      total[i] = sum[0] + sum[N] + (half == 0 ? sum[3 * N] : 0.0f);
     }
     if (const ChunkMarks marks = LoadMarks(); (marks.starts | marks.absent) == 0) {
       ForEachElement<kHalfFragments>([&](int fragment, int e) {
@@ -775,7 +864,7 @@ class ChunkGradients {
         const float* const sum = Sums() + Channel() + 8 * (e / 2);
         float x = reads[fragment][e] - terms.own_reads[fragment][e];
         if (half == 0 && end > kHalfTokens) x += sum[3 * N];
-        if (end == kChunkTokens) x += sum[N] + sum[2 * N];
+        if (end == kChunkTokens) x += sum[0] + sum[N];
         reads[fragment][e] = marks.absent >> token & 1 ? 0.0f : terms.slope[fragment][e] * x;
       });
     }
@@ -864,6 +953,8 @@ class ChunkGradients {
                    : ChunkMarks();
   }
   __device__ float* Sums() const { return reinterpret_cast<float*>(memory + L::kSums); }
+  // D, once operands are scaled.
+  __device__ const float* Across() const { return Sums() + 2 * N; }
   // The channel of elements 0 and 1 of a fragment; elements 2 and 3 have the eighth after it.
   __device__ int Channel() const { return kPanelCols * panel + 16 * warp + Lane() / 4; }
   // The first tile of the tokens of this half.
@@ -886,11 +977,9 @@ class ChunkGradients {
     return At(offset) + panel * L::kStatePanelBytes;
   }
   // The rows of the tokens of this half; k runs along them.
-  __device__ Along HalfRows(int offset) const {
-    return {At(offset) + half * kHalfTokens * kRowBytes, L::kPanelBytes};
-  }
+  __device__ Along HalfRows(int offset) const { return AllChannels(offset).Half(half); }
   // The columns of the tokens of this half; k runs down them.
-  __device__ Down HalfColumns(int offset) const { return {At(offset), FirstTile()}; }
+  __device__ Down HalfColumns(int offset) const { return Down{At(offset)}.Half(half); }
   // Where piece `step` of this thread lies in a state.
   __device__ uint32_t StatePiece(uint32_t state, int step) const {
     const int index = threadIdx.x + step * L::kThreads;
@@ -992,15 +1081,15 @@ class ChunkGradients {
     Right of_first, of_second;
   };
 
-  // pair += the products with triangles, over kTiles tiles of tokens from `first_tile` on; the
-  // other tiles of a triangle are zero for this half. A left operand is loaded while the product
+  // pair += the products with triangles over the tokens of a half. A left operand is loaded while the product
   // before it runs. `meanwhile` sees the sums as they were before.
-  template <int kTiles, typename Right, typename Fn>
-  __device__ __forceinline__ void AddTriangles(HalfAccumulator (&pair)[2], int first_tile,
+  template <typename Right, typename Fn>
+  __device__ __forceinline__ void AddTriangles(HalfAccumulator (&pair)[2], int of_half,
                                                const TrianglePair<Right>& triangles,
                                                const TrianglePair<Right>& next,
                                                Fn&& meanwhile) const {
-    Left left[kTiles], next_left[kTiles];
+    const int first_tile = of_half * kHalfTiles;
+    Left left[kHalfTiles], next_left[kHalfTiles];
     LoadTransposedPanel(OwnPanel(triangles.left), warp, first_tile, left);
     Finish(pair[0], pair[1]);
     meanwhile();
@@ -1008,6 +1097,44 @@ class ChunkGradients {
     LoadTransposedPanel(OwnPanel(next.left), warp, first_tile, next_left);
     ProductPair<true>(pair, next_left, first_tile, next.of_first, next.of_second);
     Finish(pair[0], pair[1]);
+  }
+
+  // Multiplies by D; rows are channels.
+  __device__ __forceinline__ void BringAcross(float (&x)[2]) const {
+    x[0] *= Across()[Channel()], x[1] *= Across()[Channel() + 8];
+  }
+  __device__ __forceinline__ void BringAcross(HalfAccumulator (&pair)[2]) const {
+    float across[2] = {1.0f, 1.0f};
+    BringAcross(across);
+    ForEachElement<kHalfFragments>([&](int fragment, int e) {
+      pair[0][fragment][e] *= across[e / 2], pair[1][fragment][e] *= across[e / 2];
+    });
+  }
+
+  // Starts sum = left right over all channels, whose columns are the tokens of the chunk; those of half kAcross
+  // have the factor D, if `across`.
+  template <int kAcross>
+  __device__ __forceinline__ void ChannelProduct(Accumulator<8>& sum, const Along& left,
+                                                 const Along& right, bool across = true) const {
+#pragma unroll
+    for (int first = 0; first < kTiles; first += kPanelTiles) {
+      if (first > 0) WaitForProducts<0>();  // There are no registers for more left operands.
+      Left plain[kPanelTiles], scaled[kPanelTiles];
+      LoadRows(left, warp, first, plain);
+#pragma unroll
+      for (int i = 0; i < kPanelTiles; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int channel = 16 * (first + i) + j / 2 * 8 + 2 * (Lane() % 4);
+          const float2 d = *reinterpret_cast<const float2*>(Across() + channel);
+          scaled[i][j] =
+              Bf16::Multiply(plain[i][j], Bf16::Round(across ? d.x : 1.0f, across ? d.y : 1.0f));
+        }
+      if constexpr (kAcross == 0)
+        PanelProduct(first > 0, sum, scaled, plain, right, first);
+      else
+        PanelProduct(first > 0, sum, plain, scaled, right, first);
+    }
   }
 
   // Adds up the gradients of the parameters over the threads that have the same channels, and writes them to
@@ -1126,10 +1253,9 @@ __global__ __launch_bounds__(4 * N,
   gradients.WaitForDecays();
   __syncthreads();
   HalfDecays decays;
-  gradients.SumLogDecays(decays);
+  const bool in_range = gradients.SumLogDecays(decays);
   gradients.WaitForScaledOperands();
-  __syncthreads();
-  if (gradients.IsSteep(steep)) return;
+  if (gradients.IsSteep(in_range, steep)) return;
   gradients.ScaleOperands(decays);
   gradients.ScaleState(state);
   WaitForCopies<0>();
