@@ -397,12 +397,15 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
   auto& shared = *reinterpret_cast<Shared*>(memory);
   constexpr int kRows = G::kRows;
   const G partition;
-  const bool is_steep = steep.numbers != nullptr;
-  const int64_t parts = is_steep ? steep.numbers[0] : gridDim.x;
+  // The loop over steep chunks costs registers, of which kernels for other calls have none to spare.
+  constexpr bool kMayBeSteep = !std::is_same_v<T, float> && N >= 64;
+  const bool is_steep = kMayBeSteep && steep.numbers != nullptr;
+  uint32_t part = blockIdx.x;
+  if (is_steep && part >= steep.numbers[0]) return;
   float* const ds_end = lot.scratch.memory + blockIdx.x * ScratchSize(N);
   float* const quad_states = ds_end + N * N;
   float* const chunk_sa = quad_states + (kChunk / kReplayTokens - 1) * N * N;
-  for (int64_t part = blockIdx.x; part < parts; part += gridDim.x) {
+  do {
     const BackwardWork<N> work =
         is_steep ? BackwardWork<N>(steep.numbers[1 + part], row_tokens, heads, sequences)
                  : BackwardWork<N>(lot, row_tokens, heads, sequences);
@@ -543,7 +546,8 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
       }
     }
     if (first_chunk == 0 && !is_steep) StoreState(partition, out.initial_state + head.State(), ds);
-  }
+    part += gridDim.x;
+  } while (is_steep && part < steep.numbers[0]);
 }
 
 // Launches the kernel of the backward pass for a lot of heads, or for steep chunks.
