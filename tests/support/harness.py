@@ -18,7 +18,7 @@ from support import internals, tolerance
 from support.cases import Arrays, Case
 from support.operators import OPERATORS, Operator, Run, flat
 
-ON_MATRIX_UNITS = dict.fromkeys(("wkv7", "wkv6", "wkv5"), (64, 128))
+ON_MATRIX_UNITS: dict[str, tuple[int, ...]] = dict.fromkeys(("wkv7", "wkv6", "wkv5"), (64, 128))
 """The head sizes that CUDA kernels on matrix units take."""
 
 
