@@ -114,13 +114,16 @@ def test_splits(
     jax.clear_caches()
 
 
-@pytest.mark.parametrize(("batch", "tokens"), [(2, 100), (1, 16)])
+@pytest.mark.parametrize(
+    "case",
+    [Case(2, 100, 3, 64), Case(1, 16, 3, 64), Case(1, 70, 3, 64, decay="exp", regime="mixed")],
+)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("op", "size"), ON_MATRIX_UNITS)
-def test_transitions(op: str, size: int, dtype: str, batch: int, tokens: int) -> None:
+def test_transitions(op: str, size: int, dtype: str, case: Case) -> None:
     """Close to transitions in float32 throughout, from runs on zeros and on the identity."""
     own = OPERATORS[op]
-    case = own.suited(Case(batch, tokens, 3, size, dtype=dtype))
+    case = own.suited(dataclasses.replace(case, K=size, dtype=dtype))
     inputs, cotangents = operands(op, case)
     forward = internals.forward_operands(op, inputs)
     options = {"decay": case.decay, "implementation": "ffi"}

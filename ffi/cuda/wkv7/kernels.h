@@ -22,8 +22,7 @@ cudaError_t Run(cudaStream_t stream, const Wkv7KeyedBackwardCall& call, const Pl
                 float* scratch);
 
 // What the tokens of a head do to a state, and, of the backward pass, dinitial_state alone, which needs
-// neither k nor v nor the saved states. Both are computed on matrix units, for decays that cannot go too
-// far for their arithmetic, those of Decay::kSigmoid.
+// neither k nor v nor the saved states. Both are computed on matrix units.
 cudaError_t RunTransition(cudaStream_t stream, const Wkv7TransitionCall& call);
 cudaError_t RunReverseTransition(cudaStream_t stream, const Wkv7BackwardCall& call);
 
