@@ -91,6 +91,9 @@ namespace {
 // The largest |T_h|; a chunk with a larger one is steep, and is left to another kernel. It keeps the factors of
 // operands within 2^87. kMaxExponent, the largest |e_h|, keeps D a normal number.
 constexpr float kMaxHalfLog2 = 150.0f, kMaxExponent = 63.0f;
+// The largest |T_h| for each token of the half. Where all tokens forget more, the gradients of their decays are
+// as small as what rounding leaves of the terms that cancel in them.
+constexpr float kMaxMeanLog2 = 16.0f;
 static_assert(-kLeastLog2 <= kMaxHalfLog2, "a token that forgets all leaves its half in range");
 
 constexpr int kChunkTokens = static_cast<int>(kChunk);
@@ -522,13 +525,15 @@ class ChunkGradients {
 #pragma unroll
       for (int i = 0; i < 2; ++i) AddLogDecays(decays.after[2 * tile + i], log_decays, later, i);
     }
+    const int own_tokens = tokens - half * kHalfTokens;
+    const float most = fminf(kMaxHalfLog2, kMaxMeanLog2 * static_cast<float>(own_tokens));
     bool in_range = true;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float sum = total[2 * i];
       const float exponent = rintf(fminf(fmaxf(0.5f * sum, -kMaxExponent), kMaxExponent));
       const float rest = sum - exponent;
-      in_range = in_range && fabsf(sum) <= kMaxHalfLog2;
+      in_range = in_range && (own_tokens <= 0 || fabsf(sum) <= most);
 #pragma unroll
       for (int fragment = 0; fragment < kHalfFragments; ++fragment)
 #pragma unroll

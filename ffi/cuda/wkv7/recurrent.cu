@@ -545,7 +545,8 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
         if constexpr (!kLarge) WriteColumnSums<T, G>(sums, count, own, token(0), stride, out);
       }
     }
-    if (!is_steep && lot.Split() == 0) StoreState(partition, out.initial_state + head.State(), ds);
+    if (is_steep ? first_chunk == 0 : lot.Split() == 0)
+      StoreState(partition, out.initial_state + head.State(), ds);
     part += gridDim.x;
   } while (is_steep && part < steep.numbers[0]);
 }
