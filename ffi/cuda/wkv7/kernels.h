@@ -42,7 +42,7 @@ cudaError_t Wkv7Forward(cudaStream_t stream, const Wkv7ForwardCall& call, bool f
 cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call, const Device& device,
                          const ReplayScratch& scratch);
 // The steep chunks that Wkv7Gradients has left, `scratch.heads` of them at a time.
-cudaError_t Wkv7SteepChunks(cudaStream_t stream, const Wkv7BackwardCall& call, const Device& device,
+cudaError_t Wkv7SteepChunks(cudaStream_t stream, const Wkv7BackwardCall& call,
                             const ReplayScratch& scratch, const uint4* gradients,
                             const uint32_t* steep);
 

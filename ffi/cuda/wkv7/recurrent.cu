@@ -356,34 +356,13 @@ struct SteepChunks {
   const void* gradients;
 };
 
-// What a block of the backward pass computes: chunks of a split of a head, or one steep chunk.
-template <int N>
-struct BackwardWork {
-  Head<N> head;
-  int64_t first_chunk, last_chunk;
-
-  __device__ BackwardWork(const ReplayLot& lot, int64_t tokens, int64_t heads,
-                          const Sequences& sequences)
-      : head(lot.Turn(), tokens, heads, sequences) {
-    const int64_t chunks = head.span.Chunks(), length = lot.Length(chunks);
-    first_chunk = lot.Split() * length;
-    last_chunk = first_chunk + length < chunks ? first_chunk + length : chunks;
-  }
-  __device__ BackwardWork(uint32_t number, int64_t tokens, int64_t heads,
-                          const Sequences& sequences)
-      : head(number % heads, heads, sequences.OfChunk(number / heads, tokens)) {
-    first_chunk = number / heads - head.span.first_chunk;
-    last_chunk = first_chunk + 1;
-  }
-};
-
 // A split takes its chunks from the last to the first. In a chunk there are two phases:
 //   - The whole chunk is replayed once from its saved state. That leaves in the scratch the state
 //     before each quad of kReplayTokens tokens but the first, and S_{t-1} a_t of each token.
 //   - Quads are taken from the last to the first. A quad is replayed from the state before it, so
 //     that S_{t-1} of its tokens is at hand, and then its tokens are taken backwards.
-// So no decay is ever inverted.
-template <typename T, int N, bool kMarked, bool kKeeps>
+// So no decay is ever inverted. If kSteep, a block takes one steep chunk after another, each like a split.
+template <typename T, int N, bool kMarked, bool kKeeps, bool kSteep>
 __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) void BackwardKernel(
     const __grid_constant__ Vectors<T> inputs, int64_t row_tokens, int64_t heads, Decay decay,
     Marks marks, Sequences sequences, SavedStates states, const float* dfinal_state,
@@ -397,30 +376,28 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
   auto& shared = *reinterpret_cast<Shared*>(memory);
   constexpr int kRows = G::kRows;
   const G partition;
-  // The loop over steep chunks costs registers, of which kernels for other calls have none to spare.
-  constexpr bool kMayBeSteep = !std::is_same_v<T, float> && N >= 64;
-  const bool is_steep = kMayBeSteep && steep.numbers != nullptr;
-  uint32_t part = blockIdx.x;
-  if (is_steep && part >= steep.numbers[0]) return;
-  float* const ds_end = lot.scratch.memory + blockIdx.x * ScratchSize(N);
-  float* const quad_states = ds_end + N * N;
-  float* const chunk_sa = quad_states + (kChunk / kReplayTokens - 1) * N * N;
-  do {
-    const BackwardWork<N> work =
-        is_steep ? BackwardWork<N>(steep.numbers[1 + part], row_tokens, heads, sequences)
-                 : BackwardWork<N>(lot, row_tokens, heads, sequences);
-    const Head<N>& head = work.head;
-    const int64_t first_chunk = work.first_chunk, last_chunk = work.last_chunk;
-    const int64_t tokens = head.span.tokens, stride = head.TokenStride();
+  for (uint32_t part = blockIdx.x; !kSteep || part < steep.numbers[0]; part += gridDim.x) {
+    const uint32_t number = kSteep ? steep.numbers[1 + part] : 0;
+    const Head<N> head =
+        kSteep ? Head<N>(number % heads, heads, sequences.OfChunk(number / heads, row_tokens))
+               : Head<N>(lot.Turn(), row_tokens, heads, sequences);
+    const int64_t tokens = head.span.tokens, chunks = head.span.Chunks();
+    const int64_t split = kSteep ? 0 : lot.Split(), length = kSteep ? 1 : lot.Length(chunks);
+    const int64_t first_chunk = kSteep ? number / heads - head.span.first_chunk : split * length;
+    const int64_t last_chunk = first_chunk + length < chunks ? first_chunk + length : chunks;
+    const int64_t stride = head.TokenStride();
+    float* const ds_end =
+        lot.Scratch(kSteep ? lot.first_head + blockIdx.x : head.turn, split, ScratchSize(N));
+    float* const quad_states = ds_end + N * N;
+    float* const chunk_sa = quad_states + (kChunk / kReplayTokens - 1) * N * N;
 
     Fragment<G> ds, s;
-    if (is_steep)
+    if constexpr (kSteep)
       LoadState(partition,
                 static_cast<const __nv_bfloat16*>(steep.gradients) + head.SavedState(first_chunk),
                 ds);
     else
-      LoadState(partition, last_chunk == head.span.Chunks() ? dfinal_state + head.State() : ds_end,
-                ds);
+      LoadState(partition, last_chunk == chunks ? dfinal_state + head.State() : ds_end, ds);
 
     for (int64_t chunk = last_chunk - 1; chunk >= first_chunk; --chunk) {
       const int64_t start = chunk * kChunk;
@@ -545,28 +522,26 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
         if constexpr (!kLarge) WriteColumnSums<T, G>(sums, count, own, token(0), stride, out);
       }
     }
-    if (is_steep ? first_chunk == 0 : lot.Split() == 0)
+    if ((kSteep ? first_chunk : split) == 0)
       StoreState(partition, out.initial_state + head.State(), ds);
-    part += gridDim.x;
-  } while (is_steep && part < steep.numbers[0]);
+    if constexpr (!kSteep) break;
+  }
 }
 
-// Launches the kernel of the backward pass for a lot of heads, or for steep chunks.
-template <typename T, int N, bool kMarked>
-cudaError_t LaunchBackward(cudaStream_t stream, const Wkv7BackwardCall& call, const Device& device,
-                           const ReplayLot& lot, int64_t blocks, const SteepChunks& steep) {
+// Launches the kernel of the backward pass, for a lot of heads or for steep chunks.
+template <typename T, int N, bool kMarked, bool kKeeps, bool kSteep>
+cudaError_t LaunchBackward(cudaStream_t stream, const Wkv7BackwardCall& call, const ReplayLot& lot,
+                           int64_t blocks, const SteepChunks& steep) {
   const Gradients<T> gradients{static_cast<T*>(call.dr), static_cast<T*>(call.dw),
                                static_cast<T*>(call.dk), static_cast<T*>(call.dv),
                                static_cast<T*>(call.da), static_cast<T*>(call.db),
                                call.dinitial_state};
-  const auto launch = [&](auto keeps) {
-    return Launch(BackwardKernel<T, N, kMarked, keeps()>, blocks, BackwardPartition<N>::kThreads,
-                  sizeof(BackwardShared<BackwardPartition<N>, keeps()>), stream,
-                  Vectors<T>(call.w, call.k, call.v, call.a, call.b, call.r, call.dy),
-                  call.dims.tokens, call.dims.heads, call.decay, call.marks, call.sequences,
-                  StatesOf(call), call.dfinal_state, gradients, lot, steep);
-  };
-  return ForSharedMemory<sizeof(BackwardShared<BackwardPartition<N>, true>)>(device, launch);
+  return Launch(BackwardKernel<T, N, kMarked, kKeeps, kSteep>, blocks,
+                BackwardPartition<N>::kThreads,
+                sizeof(BackwardShared<BackwardPartition<N>, kKeeps>), stream,
+                Vectors<T>(call.w, call.k, call.v, call.a, call.b, call.r, call.dy),
+                call.dims.tokens, call.dims.heads, call.decay, call.marks, call.sequences,
+                StatesOf(call), call.dfinal_state, gradients, lot, steep);
 }
 
 }  // namespace
@@ -610,21 +585,25 @@ cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call, cons
               call.dims.heads, call.decay, call.marks, call.sequences, call.dfinal_state, lot);
           if (error != cudaSuccess) return error;
         }
-        return LaunchBackward<T, N, marked()>(stream, call, device, lot, count * scratch.splits,
-                                              {});
+        constexpr int64_t kBytes = sizeof(BackwardShared<BackwardPartition<N>, true>);
+        return ForSharedMemory<kBytes>(device, [&](auto keeps) {
+          return LaunchBackward<T, N, marked(), keeps(), false>(stream, call, lot,
+                                                                count * scratch.splits, {});
+        });
       });
     });
   });
 }
 
-cudaError_t Wkv7SteepChunks(cudaStream_t stream, const Wkv7BackwardCall& call, const Device& device,
+cudaError_t Wkv7SteepChunks(cudaStream_t stream, const Wkv7BackwardCall& call,
                             const ReplayScratch& scratch, const uint4* gradients,
                             const uint32_t* steep) {
   if (scratch.heads == 0) return cudaSuccess;
   return ForHalfTypes<64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
     return ForMarks(call.marks, [&](auto marked) {
-      return LaunchBackward<decltype(zero), size(), marked()>(stream, call, device, {0, scratch},
-                                                              scratch.heads, {steep, gradients});
+      // Steep chunks are rare: one kernel for every device will do.
+      return LaunchBackward<decltype(zero), size(), marked(), false, true>(
+          stream, call, {0, scratch}, scratch.heads, {steep, gradients});
     });
   });
 }
