@@ -104,10 +104,10 @@ ALONE = [
     ("wkv7", Case(1, 70, 2, 64, dtype="bfloat16", decay="log", regime="mixed"), None, 1, 1),
     ("wkv7", Case(1, 200, 2, 64, dtype="bfloat16", decay="exp", regime="mixed"), None, 132, 1),
     ("wkv7", Case(1, 81, 2, 64, dtype="bfloat16"), None, 1, 1),
-    ("wkv7", Case(1, 70, 2, 64, dtype="bfloat16", decay="log", regime="near 0"), None, 1, 1),
+    ("wkv7", Case(1, 130, 1, 64, dtype="bfloat16", decay="log", regime="near 0"), None, 1, 1),
     ("wkv7", Case(1, 200, 1, 64, dtype="bfloat16", decay="exp", regime="extreme"), None, 132, 1),
     ("wkv7", Case(1, 70, 1, 128, dtype="bfloat16", decay="exp", regime="mixed"), None, 132, 1),
-    ("wkv7", Case(1, 200, 1, 64, dtype="bfloat16", decay="log", regime="steep"), None, 132, 1),
+    ("wkv7", Case(1, 130, 1, 64, dtype="bfloat16", decay="log", regime="steep"), None, 132, 1),
     ("wkv7", Case(1, 70, 1, 128, dtype="float16", decay="exp", regime="steep"), None, 1, 1),
     ("wkv7", Case(2, 1, 1, 32, decay="log"), None, 132, 1),
     ("wkv7", Case(1, 70, 2, 16, decay="exp", regime="mixed"), EXACT, 1, 0.3),
@@ -333,7 +333,6 @@ SEVERAL = [
     ("wkv6", Case(1, 300, 1, 64, dtype="float16", decay="exp"), 132, 1, None),
     ("wkv5", Case(1, 300, 1, 64, dtype="bfloat16", decay="log"), 1, 1, None),
     ("wkv6", Case(1, 300, 1, 128, dtype="bfloat16", decay="log", regime="mixed"), 2, 1, None),
-    ("wkv5", Case(1, 300, 1, 128, dtype="float16", decay="exp"), 132, 1, None),
     *(
         (op, case, 1 + 131 * seed, 1, seed)
         for seed in range(2)
