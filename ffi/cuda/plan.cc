@@ -27,17 +27,17 @@ Rules RulesOf(const Problem& problem) {
 
 // Why the kernels on matrix units take no such problem, or nothing where they take it on a device with
 // enough shared memory.
-std::string WhyByToken(const Rules& rules, const Problem& problem) {
+const char* WhyByToken(const Rules& rules, const Problem& problem) {
   if (problem.exact) return "precision is 'highest'";
   if (problem.dtype == Dtype::kF32) return "only bfloat16 and float16 run on matrix units";
   if (!rules.takes_head_size) return "only heads of 64 and 128 run on matrix units";
-  if (problem.tokens < kTileTokens)
-    return "only " + std::to_string(kTileTokens) + " or more tokens run on matrix units";
+  static_assert(kTileTokens == 16);
+  if (problem.tokens < kTileTokens) return "only 16 or more tokens run on matrix units";
   if (problem.heads * problem.head_size > kMaxStride) return "a token has too many channels";
   const bool whole = problem.pass == Pass::kForward || problem.pass == Pass::kBackward;
   if (problem.pass == Pass::kStep || (!whole && problem.packing == Packing::kSequences))
     return "there are no such kernels on matrix units";
-  return "";
+  return nullptr;
 }
 
 // The next part of the scratch, in whole lines of memory.
@@ -71,7 +71,7 @@ void LayOutMatrixUnits(const Rules& rules, const Problem& problem, Plan& plan) {
   const int64_t heads_with_transitions = sequences ? problem.heads : problem.AllHeads();
   plan.transitions = Take(heads_with_transitions * splits.Stride(), plan.scratch);
   plan.gradients = Take(states * StateGradientFloats(problem.head_size), plan.scratch);
-  plan.replay_heads = replays ? std::min({states, kFallbackHeads, plan.replay_heads}) : 0;
+  plan.replay_heads = replays ? std::min(states, plan.replay_heads) : 0;
   plan.replay = Take(plan.replay_heads * plan.replay_floats, plan.scratch);
 }
 
@@ -117,11 +117,9 @@ Plan MakePlanOfHeads(const Rules& rules, const Device& device, const Problem& pr
   Plan plan;
   plan.device = device;
   plan.why_by_token = WhyByToken(rules, problem);
-  plan.shared_memory = plan.why_by_token.empty() ? rules.shared_memory : 0;
-  if (plan.shared_memory > device.shared_memory)
-    plan.why_by_token = "a block on matrix units needs " + std::to_string(plan.shared_memory) +
-                        " bytes of shared memory";
-  plan.matrix_units = plan.why_by_token.empty();
+  const bool suits = plan.why_by_token == nullptr;
+  plan.shared_memory = suits ? rules.shared_memory : 0;
+  plan.matrix_units = suits && plan.shared_memory <= device.shared_memory;
   plan.few_heads = problem.AllHeads() < Scaled(200, device);
   const bool backward = problem.pass == Pass::kBackward;
   if (backward) {
@@ -172,12 +170,16 @@ int64_t ScratchFloats(const Problem& problem) {
 bool HasTransition(const Problem& problem) {
   Problem transition = problem;
   transition.pass = Pass::kTransition;
-  return problem.op != Op::kWkv4 && WhyByToken(RulesOf(transition), transition).empty();
+  return problem.op != Op::kWkv4 && WhyByToken(RulesOf(transition), transition) == nullptr;
 }
 
 Description Describe(const Plan& plan) {
+  std::string why = plan.why_by_token == nullptr ? "" : plan.why_by_token;
+  if (plan.shared_memory > plan.device.shared_memory)
+    why = "a block on matrix units needs " + std::to_string(plan.shared_memory) +
+          " bytes of shared memory";
   return {{"kernel", std::string(plan.matrix_units ? "matrix units" : "token by token")},
-          {"why", plan.why_by_token},
+          {"why", why},
           {"splits", plan.splits},
           {"scratch", plan.scratch},
           {"shared_memory", plan.shared_memory}};

@@ -4,7 +4,6 @@
 
 #include <cstdint>
 #include <limits>
-#include <string>
 
 #include "rwkv_jax/description.h"
 #include "rwkv_jax/problem.h"
@@ -24,7 +23,8 @@ constexpr int64_t kLeastSharedMemory = 101376;
 struct Plan {
   Device device;
   bool matrix_units = false;  // or else token by token in float32
-  std::string why_by_token;
+  // Why no device runs it on matrix units; null if only this one does not, for want of shared memory.
+  const char* why_by_token = nullptr;
   // The bytes of shared memory that a block of the kernels on matrix units needs, also where they are
   // not taken for lack of it; 0 where they do not suit the problem.
   int64_t shared_memory = 0;

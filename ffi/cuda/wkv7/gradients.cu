@@ -99,7 +99,6 @@ static_assert(-kLeastLog2 <= kMaxHalfLog2, "a token that forgets all leaves its 
 constexpr int kChunkTokens = static_cast<int>(kChunk);
 static_assert(kChunkTokens == 64, "a chunk is the rows of a warpgroup and the columns of a panel");
 constexpr int kChunkTiles = kChunkTokens / kTileTokens;
-constexpr int kPanelTiles = kPanelCols / kTileTokens;
 
 // A half of the tokens of a chunk.
 constexpr int kHalfTokens = kChunkTokens / 2;

@@ -6,6 +6,8 @@
 
 namespace rwkv_jax::cuda {
 
+constexpr int kPanelTiles = kPanelCols / kTileTokens;  // tiles side by side in a panel
+
 // The least log2 decay of a token. What such a token lets through, 2^-60 of the state, is nothing beside
 // what it writes, and tokens with it stay in the range of the scaled operands.
 constexpr float kLeastLog2 = -60.0f;

@@ -429,8 +429,6 @@ __device__ void MultiplyTokens(int warp, uint32_t operands, uint32_t products,
   StoreMatrices(PackedTileAddress(products + place * kTileBytes), rounded);
 }
 
-constexpr int kPanelTiles = kPanelCols / kTileTokens;
-
 // The rows of a tile by which the state advances: those before `read_end` read the state before them,
 // and those from `write_begin` on write to the state after them. If `clears`, the state is cleared.
 struct AdvancingRows {
@@ -441,10 +439,11 @@ struct AdvancingRows {
   // tile.
   __device__ AdvancingRows(int begin, int end, const RowMarks& marks) : begin(begin), end(end) {
     const uint32_t upto = end == kTileTokens ? ~0u : (1u << end) - 1;
-    const uint32_t own = marks.clears & upto & ~((1u << begin) - 1);
-    clears = own != 0;
-    read_end = clears ? __ffs(own) - 1 : end;
-    write_begin = clears ? 31 - __clz(own) : begin;
+    RowMarks own = marks;
+    own.clears &= upto & ~((1u << begin) - 1);
+    clears = own.clears != 0;
+    read_end = clears ? own.FirstCleared() : end;
+    write_begin = clears ? own.LastCleared() : begin;
   }
 };
 
