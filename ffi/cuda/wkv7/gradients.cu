@@ -12,13 +12,17 @@
 // representation with the UT transform (section 3 of arXiv:2406.06484), here with decays in the
 // operands.
 //
-// Rows of a matrix are tokens, except that a state is [V, K]. Operands are scaled relative to the middle of the
-// decays of their half of the chunk, so that the factors stay in range where decays are steep. Of half h, which
-// is 0 or 1, T_h is the sum of the log2 decays, g is the sum of those of the tokens after a token, and g' is g
-// plus that of the token itself. e_h is an integer near T_h / 2. s is e_0 in half 0 and T_1 - e_1 in half 1.
+// Rows of a matrix are tokens, except that a state is [V, K]. G is the sum of the log2 decays up to a token, and
+// G' is that sum without the token itself. Operands are scaled relative to c, which is one number for each channel
+// and frame of tokens:
 //
-//   At = A 2^(s - g')       Rt = R 2^(s - g)          Bh = B 2^(g - s)    Kh = K 2^(g - s)
-//   Sp = S0 2^(T_0 - e_0)   dSh = dS 2^(T_1 - e_1)    D = 2^(e_0 + e_1), a factor of each channel
+//   At = A 2^(G' - c)   Rt = R 2^(G - c)   Bh = B 2^(c - G)   Kh = K 2^(c - G)
+//   Sp = S0 2^(c - G' of token 0), c of the first frame   dSh = dS 2^(G of token 63 - c), c of the last frame
+//
+// Of decays with a bound, those of Decay::kSigmoid, the chunk is one frame, and c is G of its last token. With
+// others a tile is a frame, and c is an integer near the middle of its G, so that the factors stay in range where
+// decays are steep. There G is counted from the middle of the chunk.
+//
 //   Aab = tril_strict(At Bh^T)   Aak = tril_strict(At Kh^T)
 //   Qrb = tril(Rt Bh^T)          Qrk = tril(Rt Kh^T)
 //   M = (I - Aab)^-1   Z = At Sp^T + Aak V   U = M Z   Y = Rt Sp^T + Qrb U + Qrk V
@@ -31,10 +35,9 @@
 //   dBh = U dSh + dQrb^T Rt + dAab^T At      dRt = dY Sp + dQrb Bh + dQrk Kh
 //   dKh = V dSh + dQrk^T Rt + dAak^T At      dAt = dZ Sp + dAab Bh + dAak Kh
 //
-// A term that joins one of Sp, Bh of half 0 and Kh of half 0 with one of dSh, At of half 1 and Rt of half 1 has
-// the factor D besides. D is a power of two, so that multiplying by it rounds nothing. A product that sums over
-// channels has D in its left operand, in registers. In the other products, the sum of the terms with D is
-// multiplied before those without are added.
+// A term that joins operands of two frames has the factor 2^(c of the later - c of the earlier) besides, where Sp
+// belongs to the first frame and dSh to the last. It is a power of two, so that multiplying by it rounds nothing.
+// The left operand of a product is multiplied by it in registers, or the sum where all its terms have the same.
 //
 // A log decay scales what later tokens read and does not scale what later tokens write, so its
 // gradient is a sum over the tokens from its own on,
@@ -55,10 +58,10 @@
 //
 //   phase              computes             warpgroups          barrier, and what it is for
 //   LoadChunk          starts all copies    all                 block: w has been copied
-//   SumLogDecays       g - s, e_h           panel x half        block: e_h of the other half;
+//   SumLogDecays       c - G                panel x half        block: sums of the other half;
 //                                                                 a, b, k, r have been copied
 //   ScaleOperands      At Rt Bh Kh          panel x half
-//   ScaleState         Sp dSh D             all                 block: operands are scaled
+//   ScaleState         Sp dSh               all                 block: operands are scaled
 //   TokenProducts      M Aak Qrb Qrk        one product each    block: products are stored
 //   Values             Z U                  half 0              half: U of all panels is stored
 //   ValueGradients     dU dZ dV             half 1
@@ -88,13 +91,13 @@
 namespace rwkv_jax::cuda {
 namespace {
 
-// The largest |T_h|; a chunk with a larger one is steep, and is left to another kernel. It keeps the factors of
-// operands within 2^87. kMaxExponent, the largest |e_h|, keeps D a normal number.
-constexpr float kMaxHalfLog2 = 150.0f, kMaxExponent = 63.0f;
-// The largest |T_h| for each token of the half. Where all tokens forget more, the gradients of their decays are
-// as small as what rounding leaves of the terms that cancel in them.
+// The largest sum of log2 decays of a frame, negated; a chunk with a larger one is steep, and is left to another
+// kernel. It keeps the factors of operands within 2^88.
+constexpr float kMaxFrameLog2 = 174.0f;
+// The same for each token of the frame. Where all tokens forget more, the gradients of their decays are as small
+// as what rounding leaves of the terms that cancel in them.
 constexpr float kMaxMeanLog2 = 16.0f;
-static_assert(-kLeastLog2 <= kMaxHalfLog2, "a token that forgets all leaves its half in range");
+static_assert(-kLeastLog2 <= kMaxFrameLog2, "a token that forgets all leaves its frame in range");
 
 constexpr int kChunkTokens = static_cast<int>(kChunk);
 static_assert(kChunkTokens == 64, "a chunk is the rows of a warpgroup and the columns of a panel");
@@ -129,13 +132,14 @@ struct GradientLayout {
   static constexpr int kU = kDy + kTokenBytes;   // U, db
   static constexpr int kDz = kU + kTokenBytes;   // w, dZ, da
   static constexpr int kSp = kDz + kTokenBytes;  // Sp
-  static constexpr int kDs = kSp + kStateBytes;  // dSh
+  static constexpr int kDs = kSp + kStateBytes;  // dS or dSh
   static constexpr int kM = kDs + kStateBytes;   // key factors, Aab, M, dv of the first panel, dAab
   static constexpr int kAak = kM + kPanelBytes;  // Aak, dv of the second panel, dAak
   static constexpr int kQrb = kAak + kPanelBytes;  // Qrb, dQrb
   static constexpr int kQrk = kQrb + kPanelBytes;  // Qrk, dQrk
-  // float [4, N]: first the factors of S0 and dS and both e_h. D takes the place of e_0. Then rows 0 and 1 have
-  // the sums of dS * S_L of both halves, and row 3 has the sum of the reads of the second half.
+  // float [4, N]: first the sums of the log decays of both halves or, of decays without a bound, the factors of S0
+  // and dS, and row 2 has Steps. Then rows 0 and 1 have the sums of dS * S_L of both halves, and row 3 has the sum
+  // of the reads of the second half.
   static constexpr int kSums = kQrk + kPanelBytes;
   static constexpr int kBytes = kSums + 4 * N * sizeof(float);
 };
@@ -150,15 +154,12 @@ struct GradientBarriers {
   };
 };
 
-// Operands of several tiles along k; Half gives the columns that are a half of the tokens. k runs along the
-// rows of an array, panel after panel, ...
+// Operands of several tiles along k. k runs along the rows of an array,
+// panel after panel, ...
 struct Along {
   uint32_t panel;
   int panel_bytes = 0;
 
-  __device__ Along Half(int half) const {
-    return {panel + half * kHalfTokens * kRowBytes, panel_bytes};
-  }
   __device__ KAlongRows Tile(int tile) const { return {panel + tile / 4 * panel_bytes, tile % 4}; }
 };
 
@@ -167,56 +168,28 @@ struct Down {
   uint32_t panel;
   int column = 0;  // the first, in tiles
 
-  __device__ Down Half(int half) const { return {panel, column + half * kHalfTiles}; }
   __device__ KDownRows Tile(int tile) const { return {panel, tile, column}; }
 };
 
-// The columns of a half in a sum whose columns are the tokens of a chunk. Such sums have products of 32 columns
-// alone: ptxas serialises those of 64 columns beside them.
-template <int kHalf>
-__device__ HalfAccumulator& HalfOf(Accumulator<8>& sum) {
-  return *reinterpret_cast<HalfAccumulator*>(&sum[kHalf * kHalfFragments]);
-}
-
-// Starts sum = left right, or sum += left right if `add`, over the panel of k that begins with tile `first`. The
-// two halves of the columns have left operands of their own.
-__device__ inline void PanelProduct(bool add, Accumulator<8>& sum,
-                                    const Left (&left_of_0)[kPanelTiles],
-                                    const Left (&left_of_1)[kPanelTiles], const Along& right,
-                                    int first) {
+// Starts sum = left right, or sum += left right if kAdd, over kTiles tiles of k.
+template <bool kAdd, int kTiles, typename LeftOperand, typename Right>
+__device__ void Product(int warp, Accumulator<8>& sum, const LeftOperand& left,
+                        const Right& right) {
   BeginProducts();
 #pragma unroll
-  for (int i = 0; i < kPanelTiles; ++i) {
-    MultiplyOrAdd(add || i > 0, HalfOf<0>(sum), left_of_0[i], right.Half(0).Tile(first + i));
-    MultiplyOrAdd(add || i > 0, HalfOf<1>(sum), left_of_1[i], right.Half(1).Tile(first + i));
-  }
+  for (int tile = 0; tile < kTiles; ++tile)
+    MultiplyOrAdd(kAdd || tile > 0, sum, warp, left.Tile(tile), right.Tile(tile));
   CommitProducts();
 }
 
-// Starts sum = left right, or sum += left right if kAdd, where columns and k are the tokens of the chunk. For each
-// half of the columns k runs over that half and, if it is on the side kSide, over the other one.
-enum class Side { kBefore, kAfter };
-
-template <bool kAdd, Side kSide, typename Right>
-__device__ void TokenProduct(Accumulator<8>& sum, const Left (&left)[kChunkTiles],
-                             const Right& right) {
-  constexpr int kEnd = kSide == Side::kAfter ? kChunkTiles : kHalfTiles;  // of half 0
-  constexpr int kBegin = kSide == Side::kAfter ? kHalfTiles : 0;          // of half 1
+// The same product with the left operand in registers and k over the tokens of the chunk.
+template <bool kAdd, typename Right>
+__device__ void Product(Accumulator<8>& sum, const Left (&left)[kChunkTiles], const Right& right) {
   BeginProducts();
 #pragma unroll
-  for (int tile = 0; tile < kChunkTiles; ++tile) {
-    if (tile < kEnd)
-      MultiplyOrAdd(kAdd || tile > 0, HalfOf<0>(sum), left[tile], right.Half(0).Tile(tile));
-    if (tile >= kBegin)
-      MultiplyOrAdd(kAdd || tile > kBegin, HalfOf<1>(sum), left[tile], right.Half(1).Tile(tile));
-  }
+  for (int tile = 0; tile < kChunkTiles; ++tile)
+    MultiplyOrAdd(kAdd || tile > 0, sum, left[tile], right.Tile(tile));
   CommitProducts();
-}
-
-// Loads the rows of a warp as left operands, of the panel of k that begins with tile `first`.
-__device__ inline void LoadRows(const Along& rows, int warp, int first, Left (&left)[kPanelTiles]) {
-#pragma unroll
-  for (int i = 0; i < kPanelTiles; ++i) rows.Tile(first + i).LoadLeft(warp, left[i]);
 }
 
 // Loads left operands from the transpose of a panel: columns 16 * column to 16 * column + 15, and
@@ -239,6 +212,16 @@ __device__ void ProductPair(HalfAccumulator (&sums)[2], const Left (&left)[kTile
     MultiplyOrAdd(kAdd || tile > 0, sums[1], left[tile], right_of_second.Tile(first + tile));
   }
   CommitProducts();
+}
+
+// Adds the product of a tile of k to the columns of a frame of one tile, at once.
+template <int kFragments, typename Right>
+__device__ void AddFrameProduct(Accumulator<kFragments>& sum, int frame, const Left& left,
+                                const Right& right) {
+  uint32_t b[4];
+  right.Load(frame, b);
+  WarpMultiply(sum[2 * frame], left, b[0], b[1]);
+  WarpMultiply(sum[2 * frame + 1], left, b[2], b[3]);
 }
 
 // The 16 channels of a warp in a panel of tokens: columns of the panel, rows of an accumulator. The
@@ -281,7 +264,6 @@ struct WarpChannels {
 
 // Stores the lower triangle of a product of tokens by tokens in a panel, rounded: with the diagonal
 // if `diagonal`, and without the pairs of tokens of different segments. What is cleared may be infinite.
-// Nothing reads the block of half 0 by half 1.
 __device__ void StoreLower(int warp, uint32_t panel, bool diagonal, const ChunkMarks& marks,
                            Accumulator<8>& sum) {
   if (marks.starts != 0)
@@ -294,7 +276,6 @@ __device__ void StoreLower(int warp, uint32_t panel, bool diagonal, const ChunkM
     }
 #pragma unroll
   for (int tile = 0; tile < kChunkTiles; ++tile) {
-    if (tile >= kHalfTiles && warp < kHalfTiles) break;
     Left x = {};
     if (tile < warp) {
       Round(sum[2 * tile], sum[2 * tile + 1], x);
@@ -398,9 +379,43 @@ __device__ void InvertPanel(int warp, int barrier, uint32_t panel) {
   list[1 + atomicAdd(list, 1)] = blockIdx.x;
 }
 
+// How far c falls over the frames of a channel, without a bound: a byte from frame 0 to 1, from there to the middle of
+// the chunk, from there to frame 2, and to frame 3.
+struct Steps {
+  uint32_t bytes;
+
+  // The factors between two frames. Their product is that of the operands of both; neither alone leaves the range of
+  // a float.
+  struct Factors {
+    int first, second;  // negated exponents
+  };
+  __device__ Factors Between(int frame, int other) const {
+    const int earlier = frame < other ? frame : other, later = frame < other ? other : frame;
+    const auto byte = [&](int of, bool counted) {
+      return counted ? static_cast<int>(bytes >> 8 * of & 0xff) : 0;
+    };
+    const int sum = byte(0, earlier < 1 && later > 0) + byte(1, earlier < 2 && later > 1) +
+                    byte(2, earlier < 2 && later > 1) + byte(3, earlier < 3 && later > 2);
+    const auto most = [](int x) { return x < 126 ? x : 126; };
+    return {most(sum / 2), most(sum - sum / 2)};
+  }
+};
+
+__device__ inline float2 FactorsOf(const Steps::Factors& x) {
+  return {__uint_as_float((127u - x.first) << 23), __uint_as_float((127u - x.second) << 23)};
+}
+
+// Multiplies two bfloat16 by the factors of two channels between two frames.
+__device__ inline uint32_t MultiplyPair(uint32_t x, const Steps& low, const Steps& high, int frame,
+                                        int other) {
+  const Steps::Factors a = low.Between(frame, other), b = high.Between(frame, other);
+  const auto pair = [](int a, int b) { return (127u - a) << 7 | (127u - b) << 23; };
+  return Bf16::Multiply(Bf16::Multiply(x, pair(a.first, b.first)), pair(a.second, b.second));
+}
+
 // The decays of the channels of a warp and the tokens of its half.
 struct HalfDecays {
-  HalfAccumulator after = {};  // (g - s) / log 2
+  HalfAccumulator writes = {};  // c - G
   uint32_t raw_w[kHalfTiles][4];
   Left log_decays[kHalfTiles];  // of float16, scaled; needed until the operands are scaled
 };
@@ -415,7 +430,7 @@ struct DecayTerms {
 };
 
 // The phases, and what a thread knows of its place in the block.
-template <typename T, int N, bool kMarked, typename Call>
+template <typename T, int N, bool kMarked, bool kFramed, typename Call>
 class ChunkGradients {
  public:
   static constexpr bool kKeyed = std::is_same_v<Call, Wkv7KeyedBackwardCall>;
@@ -427,8 +442,8 @@ class ChunkGradients {
   static constexpr int kRowPieces = N / 8;
   static constexpr int kStatePieces = N * kRowPieces;
   static constexpr int kStateSteps = kStatePieces / L::kThreads;
-  struct StatePieces {  // the pieces of S0 and dS that a thread has
-    uint4 s0[kStateSteps], ds[kStateSteps];
+  struct StatePieces {  // the pieces of S0 and, with kFramed, of dS that a thread has
+    uint4 s0[kStateSteps], ds[kFramed ? kStateSteps : 1];
   };
 
   __device__ ChunkGradients(const Call& call, unsigned char* memory)
@@ -462,7 +477,7 @@ class ChunkGradients {
   }
 
   // Starts the copies of the chunk in three groups: w, then what the decays scale, then the rest.
-  // S0 and dS come in registers, since they are scaled before they are stored.
+  // A state comes in registers if it is scaled before it is stored.
   __device__ __forceinline__ void LoadChunk(const uint4* gradients, StatePieces& state) const {
     const uint64_t absent = LoadMarks().absent;
     const auto copy = [&](int to, const void* from) {
@@ -495,7 +510,10 @@ class ChunkGradients {
 #pragma unroll
     for (int i = 0; i < kStateSteps; ++i) {
       state.s0[i] = static_cast<const uint4*>(call.states)[index + i * L::kThreads];
-      state.ds[i] = gradients[index + i * L::kThreads];
+      if constexpr (kFramed)
+        state.ds[i] = gradients[index + i * L::kThreads];
+      else
+        CopyAsync(StatePiece(shared + L::kDs, i), gradients + index + i * L::kThreads, true);
     }
     CommitCopies();
   }
@@ -504,43 +522,61 @@ class ChunkGradients {
   __device__ __forceinline__ void WaitForDecays() const { WaitForCopies<kBf16 ? 2 : 1>(); }
   __device__ __forceinline__ void WaitForScaledOperands() const { WaitForCopies<kBf16 ? 1 : 0>(); }
 
-  // g - s of the tokens of this half, e_h, and the factor of S0 or dS. Sums are products with ones, in float16.
-  // Returns whether T_h is in range.
+  // c - G of the tokens of this half, with a bound so far without the later half, and what the first rows of Sums
+  // have. Sums are products with ones, in float16. Returns whether the frames are in range.
   __device__ __forceinline__ bool SumLogDecays(HalfDecays& decays) const {
     const Ones later(false, false, true), all(true, true, true);
-    float total[4] = {};
+    float total[4] = {}, of_first[4];  // sums over the half and over its first tile
 #pragma unroll
     for (int tile = 0; tile < kHalfTiles; ++tile) {
       uint32_t x[4];
       const int token = 16 * (FirstTile() + tile);
       LoadTransposed(TileAddress(OwnPanel(L::kDz), token, warp), decays.raw_w[tile]);
-      LogDecays<T, Decay::kSigmoid>(decays.raw_w[tile], call.decay, kLeastLog2,
-                                    PresentRows(tokens - token, LoadMarks().Absent(token)), x);
+      const uint32_t present = PresentRows(tokens - token, LoadMarks().Absent(token));
+      if constexpr (kFramed)
+        LogDecays<T, Decay::kExp>(decays.raw_w[tile], call.decay, kLeastLog2, present, x);
+      else
+        LogDecays<T, Decay::kSigmoid>(decays.raw_w[tile], Decay::kSigmoid, kLeastLog2, present, x);
       Left& log_decays = decays.log_decays[tile];
       log_decays[0] = x[0], log_decays[1] = x[2], log_decays[2] = x[1], log_decays[3] = x[3];
       AddLogDecays(total, log_decays, all, 0);
+      if (tile == 0)
 #pragma unroll
-      for (int i = 0; i < 2 * tile; ++i) AddLogDecays(decays.after[i], log_decays, all, i % 2);
+        for (int i = 0; i < 4; ++i) of_first[i] = total[i];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) AddLogDecays(decays.after[2 * tile + i], log_decays, later, i);
+      for (int i = 0; i < 2 * tile; ++i) AddLogDecays(decays.writes[i], log_decays, all, i % 2);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) AddLogDecays(decays.writes[2 * tile + i], log_decays, later, i);
     }
-    const int own_tokens = tokens - half * kHalfTokens;
-    const float most = fminf(kMaxHalfLog2, kMaxMeanLog2 * static_cast<float>(own_tokens));
     bool in_range = true;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float sum = total[2 * i];
-      const float exponent = rintf(fminf(fmaxf(0.5f * sum, -kMaxExponent), kMaxExponent));
-      const float rest = sum - exponent;
-      in_range = in_range && (own_tokens <= 0 || fabsf(sum) <= most);
+      const int channel = Channel() + 8 * i;
+      const float sum = total[2 * i], frame[2] = {of_first[2 * i], sum - of_first[2 * i]};
+      if constexpr (!kFramed) {
+        if (Lane() % 4 == 0) Sums()[half * N + channel] = sum;
+        continue;
+      }
+      float c[2];
+#pragma unroll
+      for (int f = 0; f < 2; ++f) {
+        const int own_tokens = tokens - kTileTokens * (FirstTile() + f);
+        const float most = fminf(kMaxFrameLog2, kMaxMeanLog2 * static_cast<float>(own_tokens));
+        in_range = in_range && (own_tokens <= 0 || fabsf(frame[f]) <= most);
+        // G begins at -sum in half 0, and at 0 in half 1.
+        c[f] = rintf(0.5f * frame[f] + (f == 0 ? 0.0f : frame[0]) - (half == 0 ? sum : 0.0f));
+      }
 #pragma unroll
       for (int fragment = 0; fragment < kHalfFragments; ++fragment)
 #pragma unroll
         for (int e = 2 * i; e < 2 * i + 2; ++e)
-          decays.after[fragment][e] -= half == 0 ? exponent : rest;
+          decays.writes[fragment][e] += c[fragment / 2] - (half == 0 ? 0.0f : sum);
       if (Lane() % 4 == 0) {
-        Sums()[half * N + Channel() + 8 * i] = Exp2(rest);
-        Sums()[(2 + half) * N + Channel() + 8 * i] = exponent;
+        Sums()[half * N + channel] = Exp2(half == 0 ? c[0] + sum : sum - c[1]);
+        const auto byte = [](float step) { return static_cast<uint32_t>(fminf(step, 255.0f)); };
+        const uint32_t within = byte(c[0] - c[1]), middle = byte(fabsf(c[half == 0]));
+        reinterpret_cast<uint16_t*>(Sums() + 2 * N + channel)[half] =
+            static_cast<uint16_t>(half == 0 ? within | middle << 8 : middle | within << 8);
       }
     }
     return in_range;
@@ -548,7 +584,7 @@ class ChunkGradients {
 
   // The barrier after SumLogDecays. Returns whether the chunk is left to another kernel.
   __device__ __forceinline__ bool IsSteep(bool in_range, uint32_t* steep) const {
-    if (kKeyed || steep == nullptr) {
+    if constexpr (!kFramed) {
       __syncthreads();
       return false;
     }
@@ -559,8 +595,13 @@ class ChunkGradients {
   }
 
   // At, Rt, Bh and Kh of this half, in place; of float16 also V and dY, as bfloat16.
-  __device__ __forceinline__ void ScaleOperands(const HalfDecays& decays) const {
-    const HalfAccumulator& after = decays.after;
+  __device__ __forceinline__ void ScaleOperands(HalfDecays& decays) const {
+    HalfAccumulator& writes = decays.writes;
+    if (!kFramed && half == 0) {
+      const float later_half[2] = {Sums()[N + Channel()], Sums()[N + Channel() + 8]};
+      ForEachElement<kHalfFragments>(
+          [&](int fragment, int e) { writes[fragment][e] += later_half[e / 2]; });
+    }
     const Ones itself(false, true, false);
 #pragma unroll
     for (int tile = 0; tile < kHalfTiles; ++tile) {
@@ -577,7 +618,7 @@ class ChunkGradients {
       const auto set = [&](auto value) {
         ForEachElement<2>([&](int i, int j) { e[i][j] = value(i, j); });
       };
-      set([&](int i, int j) { return Exp2(after[2 * tile + i][j]); });
+      set([&](int i, int j) { return Exp2(writes[2 * tile + i][j]); });
       uint32_t a[4];  // of a keyed call
       if constexpr (kKeyed) {
         uint32_t k[4], b[4];
@@ -588,9 +629,9 @@ class ChunkGradients {
         scale(L::kBh);
         scale(L::kKh);
       }
-      set([&](int i, int j) { return Exp2(-after[2 * tile + i][j]); });
+      set([&](int i, int j) { return Exp2(-writes[2 * tile + i][j]); });
       scale(L::kRt);
-      set([&](int i, int j) { return after[2 * tile + i][j]; });
+      set([&](int i, int j) { return writes[2 * tile + i][j]; });
 #pragma unroll
       for (int i = 0; i < 2; ++i) AddLogDecays(e[i], decays.log_decays[tile], itself, i);
       set([&](int i, int j) { return Exp2(-e[i][j]); });
@@ -606,13 +647,13 @@ class ChunkGradients {
     }
   }
 
-  // Sp and dSh from the pieces of S0 and dS in registers, and D.
+  // Sp and, with kFramed, dSh from the pieces in registers.
   __device__ __forceinline__ void ScaleState(const StatePieces& state) const {
     const int col = threadIdx.x % kRowPieces * 8;
-    const auto scale = [&](int to, const uint4(&pieces)[kStateSteps], const float* factors) {
+    const auto scale = [&](int to, const auto& pieces, auto&& factor) {
       float e[8];
 #pragma unroll
-      for (int c = 0; c < 8; ++c) e[c] = factors[col + c];
+      for (int c = 0; c < 8; ++c) e[c] = factor(col + c);
 #pragma unroll
       for (int i = 0; i < kStateSteps; ++i) {
         const auto scaled = [&](uint32_t x, int c) {
@@ -623,11 +664,11 @@ class ChunkGradients {
             scaled(pieces[i].w, 6)};
       }
     };
-    scale(L::kSp, state.s0, Sums());
-    scale(L::kDs, state.ds, Sums() + N);
-    if (threadIdx.x < N) {
-      float* const exponent = Sums() + 2 * N + threadIdx.x;
-      *exponent = Exp2(exponent[0] + exponent[N]);
+    if constexpr (kFramed) {
+      scale(L::kSp, state.s0, [&](int c) { return Sums()[c]; });
+      scale(L::kDs, state.ds, [&](int c) { return Sums()[N + c]; });
+    } else {
+      scale(L::kSp, state.s0, [&](int c) { return Exp2(Sums()[c] + Sums()[N + c]); });
     }
   }
 
@@ -636,7 +677,7 @@ class ChunkGradients {
   __device__ __forceinline__ void TokenProducts() const {
     const auto product = [&](int to, int left, int right, bool diagonal) {
       Accumulator<8> sum;
-      ChannelProduct<0>(sum, AllChannels(left), AllChannels(right), warp >= kHalfTiles);
+      ChannelProduct(sum, AllChannels(left), AllChannels(right), warp);
       Finish(sum);
       StoreLower(warp, At(to), diagonal, LoadMarks(), sum);
     };
@@ -657,17 +698,16 @@ class ChunkGradients {
   // Z^T and U^T of the channels of this panel; half 0. U is left in shared memory.
   __device__ __forceinline__ void Values() const {
     Accumulator<8> z, u;
-    Left left[kChunkTiles];
-    ChannelProduct<1>(z, StateRows(L::kSp), AllChannels(L::kAt));
-    LoadTransposedPanel(OwnPanel(L::kV), warp, 0, left);
+    Left rounded[kChunkTiles];
+    ChannelProduct(z, StateRows(L::kSp), AllChannels(L::kAt), 0);
     if (const ChunkMarks marks = LoadMarks(); marks.starts != 0) {
       Finish(z);
       KeepTokens<8>(0, 0, marks.FirstStart(), z);
     }
-    TokenProduct<true, Side::kBefore>(z, left, Along{At(L::kAak)});
+    Product<true, kChunkTiles>(warp, z, Down{OwnPanel(L::kV)}, Along{At(L::kAak)});
     Finish(z);
-    RoundPanel(z, left);
-    TokenProduct<false, Side::kBefore>(u, left, Along{At(L::kM)});
+    RoundPanel(z, rounded);
+    Product<false>(u, rounded, Along{At(L::kM)});
     Finish(u);
     OwnChannels(L::kU).template StoreSum<__nv_bfloat16>(0, u);
     PublishOperands();
@@ -679,65 +719,59 @@ class ChunkGradients {
   // panel it is the same warpgroup.)
   __device__ __forceinline__ void TriangleGradients() const {
     const bool has_b = panel == 0, has_k = panel == L::kPanels - 1;
-    const auto multiply = [&](int left, Accumulator<8>& b, Accumulator<8>& k) {
-#pragma unroll
-      for (int first = 0; first < kTiles; first += kPanelTiles) {
-        if (first > 0) WaitForProducts<0>();
-        Left rows[kPanelTiles];
-        LoadRows(AllChannels(left), warp, first, rows);
-        if (has_b) PanelProduct(first > 0, b, rows, rows, AllChannels(L::kU), first);
-        if (has_k) PanelProduct(first > 0, k, rows, rows, AllChannels(L::kV), first);
-      }
-      WaitForProducts<0>();
-    };
-    const auto store = [&](bool diagonal, int to_b, Accumulator<8>& b, int to_k,
-                           Accumulator<8>& k) {
-      if (has_b) {
-        Settle(b);
-        StoreLower(warp, At(to_b), diagonal, LoadMarks(), b);
-      }
-      if (has_k) {
-        Settle(k);
-        StoreLower(warp, At(to_k), diagonal, LoadMarks(), k);
-      }
-    };
-    Accumulator<8> b, k;
-    multiply(L::kDy, b, k);
+    Accumulator<8> dqrb, dqrk;
+    if (has_b) Product<false, kTiles>(warp, dqrb, AllChannels(L::kDy), AllChannels(L::kU));
+    if (has_k) Product<false, kTiles>(warp, dqrk, AllChannels(L::kDy), AllChannels(L::kV));
+    WaitForProducts<0>();
     WaitForValues();  // until half 1 has stored dZ, and needs the triangles no longer
-    store(true, L::kQrb, b, L::kQrk, k);
-    multiply(L::kDz, b, k);
+
+    Accumulator<8> daab, daak;
+    if (has_b) {
+      Settle(dqrb);
+      StoreLower(warp, At(L::kQrb), true, LoadMarks(), dqrb);
+      Product<false, kTiles>(warp, daab, AllChannels(L::kDz), AllChannels(L::kU));
+    }
+    if (has_k) {
+      Settle(dqrk);
+      StoreLower(warp, At(L::kQrk), true, LoadMarks(), dqrk);
+      Product<false, kTiles>(warp, daak, AllChannels(L::kDz), AllChannels(L::kV));
+    }
+    WaitForProducts<0>();
     WaitForValues();  // until dV has left the panels of M and Aak
-    store(false, L::kM, b, L::kAak, k);
+    if (has_b) {
+      Settle(daab);
+      StoreLower(warp, At(L::kM), false, LoadMarks(), daab);
+    }
+    if (has_k) {
+      Settle(daak);
+      StoreLower(warp, At(L::kAak), false, LoadMarks(), daak);
+    }
   }
 
   // dU^T, dZ^T and dV^T of the channels of this panel; half 1. dZ is left in shared memory, dV goes
   // out by way of the panel of M or Aak.
   __device__ __forceinline__ void ValueGradients() const {
     Accumulator<8> du, dz, dv;
-    Left left[kChunkTiles];
+    Left rounded[kChunkTiles];
     const auto keep_last_segment = [&](Accumulator<8>& sum) {
       if (const ChunkMarks marks = LoadMarks(); marks.starts != 0) {
         Finish(sum);
         KeepTokens<8>(0, marks.LastStart(), kChunkTokens, sum);
       }
     };
-    ChannelProduct<0>(du, StateRows(L::kDs), AllChannels(L::kBh));
-    LoadTransposedPanel(OwnPanel(L::kDy), warp, 0, left);
+    ChannelProduct(du, StateRows(L::kDs), AllChannels(L::kBh), kChunkTiles - 1);
     keep_last_segment(du);
-    TokenProduct<true, Side::kAfter>(du, left, Down{At(L::kQrb)});
+    Product<true, kChunkTiles>(warp, du, Down{OwnPanel(L::kDy)}, Down{At(L::kQrb)});
     Finish(du);
-    RoundPanel(du, left);
-    TokenProduct<false, Side::kAfter>(dz, left, Down{At(L::kM)});
+    RoundPanel(du, rounded);
+    Product<false>(dz, rounded, Down{At(L::kM)});
     Finish(dz);
     OwnChannels(L::kDz).template StoreSum<__nv_bfloat16>(0, dz);
-    RoundPanel(dz, left);
-    ChannelProduct<0>(dv, StateRows(L::kDs), AllChannels(L::kKh));
+    RoundPanel(dz, rounded);
+    ChannelProduct(dv, StateRows(L::kDs), AllChannels(L::kKh), kChunkTiles - 1);
     keep_last_segment(dv);
-    TokenProduct<true, Side::kAfter>(dv, left, Down{At(L::kAak)});
-    WaitForProducts<1>();  // There are no registers for more left operands.
-    Left dy[kChunkTiles];
-    LoadTransposedPanel(OwnPanel(L::kDy), warp, 0, dy);
-    TokenProduct<true, Side::kAfter>(dv, dy, Down{At(L::kQrk)});
+    Product<true, kChunkTiles>(warp, dv, Down{OwnPanel(L::kDy)}, Down{At(L::kQrk)});
+    Product<true>(dv, rounded, Down{At(L::kAak)});
     Finish(dv);
     WaitForValues();
 
@@ -751,32 +785,31 @@ class ChunkGradients {
   // dB and dK of this panel and half, and their terms of the decays.
   __device__ __forceinline__ void KeyGradients(const HalfDecays& decays, DecayTerms& terms) const {
     if (LoadMarks().starts == 0) AddWrittenOfState(terms);
-    if (half == 1) BringAcross(terms.written);
     HalfAccumulator pair[2];  // dBh, dKh
     Left ds[kTiles];
     LoadTransposedPanel(StateColumns(L::kDs), warp, 0, ds);
     ProductPair<false>(pair, ds, 0, HalfRows(L::kU), HalfRows(L::kV));
-    const auto add_triangles = [&](int of_half, auto&& meanwhile) {
-      AddTriangles(pair, of_half, {L::kRt, HalfColumns(L::kQrb), HalfColumns(L::kQrk)},
-                   TrianglePair<Down>{L::kAt, HalfColumns(L::kM), HalfColumns(L::kAak)}, meanwhile);
+    const auto add_triangles = [&](auto tiles, int first_tile) {
+      AddTriangles<decltype(tiles)::value>(
+          pair, first_tile, kChunkTiles - 1, {L::kRt, HalfColumns(L::kQrb), HalfColumns(L::kQrk)},
+          TrianglePair<Down>{L::kAt, HalfColumns(L::kM), HalfColumns(L::kAak)}, [&] {
+            if (const ChunkMarks marks = LoadMarks(); marks.starts != 0)
+              for (HalfAccumulator& sum : pair)
+                KeepTokens<kHalfFragments>(half * kHalfTokens, marks.LastStart(), kChunkTokens,
+                                           sum);
+            AddWritten(L::kBh, pair[0], terms);
+            AddWritten(L::kKh, pair[1], terms);
+          });
     };
-    // Tokens are read by later tokens, those of half 0 by those of half 1 too.
-    add_triangles(1, [&] {
-      if (const ChunkMarks marks = LoadMarks(); marks.starts != 0)
-        for (HalfAccumulator& sum : pair)
-          KeepTokens<kHalfFragments>(half * kHalfTokens, marks.LastStart(), kChunkTokens, sum);
-      AddWritten(L::kBh, pair[0], terms);
-      AddWritten(L::kKh, pair[1], terms);
-    });
-    if (half == 0) {
-      BringAcross(terms.written);
-      BringAcross(pair);
-      add_triangles(0, [] {});
-    }
+    // Tokens are read by later tokens: the second half by the second half alone.
+    if (half == 0)
+      add_triangles(std::integral_constant<int, kChunkTiles>(), 0);
+    else
+      add_triangles(std::integral_constant<int, kHalfTiles>(), kHalfTiles);
     AddReads(L::kBh, -1.0f, pair[0], terms);
     AddReads(L::kKh, -1.0f, pair[1], terms);
     ForEachElement<kHalfFragments>([&](int fragment, int e) {
-      const float factor = Exp2(decays.after[fragment][e]);
+      const float factor = Exp2(decays.writes[fragment][e]);
       pair[0][fragment][e] *= factor, pair[1][fragment][e] *= factor;
     });
     WritePair(pair, L::kU, call.db, L::kV, call.dk);
@@ -789,20 +822,20 @@ class ChunkGradients {
     Left sp[kTiles];
     LoadTransposedPanel(StateColumns(L::kSp), warp, 0, sp);
     ProductPair<false>(pair, sp, 0, HalfRows(L::kDy), HalfRows(L::kDz));
-    const auto add_triangles = [&](int of_half, auto&& meanwhile) {
-      AddTriangles(pair, of_half, {L::kBh, HalfRows(L::kQrb), HalfRows(L::kM)},
-                   TrianglePair<Along>{L::kKh, HalfRows(L::kQrk), HalfRows(L::kAak)}, meanwhile);
+    const auto add_triangles = [&](auto tiles) {
+      AddTriangles<decltype(tiles)::value>(
+          pair, 0, 0, {L::kBh, HalfRows(L::kQrb), HalfRows(L::kM)},
+          TrianglePair<Along>{L::kKh, HalfRows(L::kQrk), HalfRows(L::kAak)}, [&] {
+            if (const ChunkMarks marks = LoadMarks(); marks.starts != 0)
+              for (HalfAccumulator& sum : pair)
+                KeepTokens<kHalfFragments>(half * kHalfTokens, 0, marks.FirstStart(), sum);
+          });
     };
-    // Tokens read earlier tokens, those of half 1 those of half 0 too.
-    add_triangles(0, [&] {
-      if (const ChunkMarks marks = LoadMarks(); marks.starts != 0)
-        for (HalfAccumulator& sum : pair)
-          KeepTokens<kHalfFragments>(half * kHalfTokens, 0, marks.FirstStart(), sum);
-    });
-    if (half == 1) {
-      BringAcross(pair);
-      add_triangles(1, [] {});
-    }
+    // Tokens read earlier tokens: the first half reads the first half alone.
+    if (half == 0)
+      add_triangles(std::integral_constant<int, kHalfTiles>());
+    else
+      add_triangles(std::integral_constant<int, kChunkTiles>());
     AddReads(L::kRt, 1.0f, pair[0], terms);
     OwnChannels(L::kAt).ForEachPair(FirstTile(), [&](int fragment, int e, float low, float high) {
       terms.own_reads[fragment][e] = low * pair[1][fragment][e];
@@ -813,14 +846,14 @@ class ChunkGradients {
         const uint32_t w = decays.raw_w[fragment / 2][fragment % 2 + e / 2 * 2];
         const float2 own = Log2DecayAndSlope<decltype(form)::value>(
             e % 2 ? Pair<T>::High(w) : Pair<T>::Low(w), kLeastLog2);
-        const float after = decays.after[fragment][e];
+        const float writes = decays.writes[fragment][e];
         terms.slope[fragment][e] = own.y;
-        pair[0][fragment][e] *= Exp2(-after);
-        pair[1][fragment][e] *= Exp2(-after - own.x);
+        pair[0][fragment][e] *= Exp2(-writes);
+        pair[1][fragment][e] *= Exp2(-writes - own.x);
         terms.reads[fragment][e] += terms.own_reads[fragment][e];
       });
     };
-    if (kKeyed || call.decay == Decay::kSigmoid)
+    if constexpr (!kFramed)
       scale(std::integral_constant<Decay, Decay::kSigmoid>());
     else if (call.decay == Decay::kExp)
       scale(std::integral_constant<Decay, Decay::kExp>());
@@ -953,12 +986,14 @@ class ChunkGradients {
  private:
   // The marks are read again wherever they are needed: there are no registers to keep them.
   __device__ ChunkMarks LoadMarks() const {
-    return kMarked ? ChunkMarks(reinterpret_cast<const uint4*>(call.marks.words)[marks_index])
-                   : ChunkMarks();
+    return kMarked && (!kFramed || call.marks.Given())
+               ? ChunkMarks(reinterpret_cast<const uint4*>(call.marks.words)[marks_index])
+               : ChunkMarks();
   }
   __device__ float* Sums() const { return reinterpret_cast<float*>(memory + L::kSums); }
-  // D, once operands are scaled.
-  __device__ const float* Across() const { return Sums() + 2 * N; }
+  __device__ const Steps* AllSteps() const {
+    return reinterpret_cast<const Steps*>(Sums() + 2 * N);
+  }
   // The channel of elements 0 and 1 of a fragment; elements 2 and 3 have the eighth after it.
   __device__ int Channel() const { return kPanelCols * panel + 16 * warp + Lane() / 4; }
   // The first tile of the tokens of this half.
@@ -981,9 +1016,11 @@ class ChunkGradients {
     return At(offset) + panel * L::kStatePanelBytes;
   }
   // The rows of the tokens of this half; k runs along them.
-  __device__ Along HalfRows(int offset) const { return AllChannels(offset).Half(half); }
+  __device__ Along HalfRows(int offset) const {
+    return {At(offset) + half * kHalfTokens * kRowBytes, L::kPanelBytes};
+  }
   // The columns of the tokens of this half; k runs down them.
-  __device__ Down HalfColumns(int offset) const { return Down{At(offset)}.Half(half); }
+  __device__ Down HalfColumns(int offset) const { return {At(offset), FirstTile()}; }
   // Where piece `step` of this thread lies in a state.
   __device__ uint32_t StatePiece(uint32_t state, int step) const {
     const int index = threadIdx.x + step * L::kThreads;
@@ -1085,15 +1122,45 @@ class ChunkGradients {
     Right of_first, of_second;
   };
 
-  // pair += the products with triangles over the tokens of a half. A left operand is loaded while the product
-  // before it runs. `meanwhile` sees the sums as they were before.
-  template <typename Right, typename Fn>
-  __device__ __forceinline__ void AddTriangles(HalfAccumulator (&pair)[2], int of_half,
-                                               const TrianglePair<Right>& triangles,
+  // pair += the products with triangles, over kTiles tiles of tokens from `first_tile` on; the
+  // other tiles of a triangle are zero for this half. Before it brings the sums from their own frames to
+  // `frame`, and `meanwhile` sees them so.
+  template <int kTiles, typename Right, typename Fn>
+  __device__ __forceinline__ void AddTriangles(HalfAccumulator (&pair)[2], int first_tile,
+                                               int frame, const TrianglePair<Right>& triangles,
                                                const TrianglePair<Right>& next,
                                                Fn&& meanwhile) const {
-    const int first_tile = of_half * kHalfTiles;
-    Left left[kHalfTiles], next_left[kHalfTiles];
+    if constexpr (kFramed) {
+      Finish(pair[0], pair[1]);
+      const Steps steps[2] = {AllSteps()[Channel()], AllSteps()[Channel() + 8]};
+      ForEachElement<kHalfFragments>([&](int fragment, int e) {
+        const float2 factors = FactorsOf(steps[e / 2].Between(FirstTile() + fragment / 2, frame));
+        for (HalfAccumulator& sum : pair)
+          sum[fragment][e] = sum[fragment][e] * factors.x * factors.y;
+      });
+      meanwhile();
+#pragma unroll 1
+      for (int tile = first_tile; tile < first_tile + kTiles; ++tile) {
+        const auto add = [&](const TrianglePair<Right>& of) {
+          Left plain, left;
+          LoadLeftTransposed(OwnPanel(of.left), 16 * tile, warp, plain);
+#pragma unroll
+          for (int part = 0; part < kHalfTiles; ++part) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+              left[j] =
+                  MultiplyPair(plain[j], steps[j % 2], steps[j % 2], tile, FirstTile() + part);
+            AddFrameProduct(pair[0], part, left, of.of_first.Tile(tile));
+            AddFrameProduct(pair[1], part, left, of.of_second.Tile(tile));
+          }
+        };
+        add(triangles);
+        add(next);
+      }
+      return;
+    }
+    // A left operand is loaded while the product before it runs.
+    Left left[kTiles], next_left[kTiles];
     LoadTransposedPanel(OwnPanel(triangles.left), warp, first_tile, left);
     Finish(pair[0], pair[1]);
     meanwhile();
@@ -1103,41 +1170,28 @@ class ChunkGradients {
     Finish(pair[0], pair[1]);
   }
 
-  // Multiplies by D; rows are channels.
-  __device__ __forceinline__ void BringAcross(float (&x)[2]) const {
-    x[0] *= Across()[Channel()], x[1] *= Across()[Channel() + 8];
-  }
-  __device__ __forceinline__ void BringAcross(HalfAccumulator (&pair)[2]) const {
-    float across[2] = {1.0f, 1.0f};
-    BringAcross(across);
-    ForEachElement<kHalfFragments>([&](int fragment, int e) {
-      pair[0][fragment][e] *= across[e / 2], pair[1][fragment][e] *= across[e / 2];
-    });
-  }
-
-  // Starts sum = left right over all channels, whose columns are the tokens of the chunk; those of half kAcross
-  // have the factor D, if `across`.
-  template <int kAcross>
+  // Starts sum = left right over all channels, whose columns are the tokens of the chunk, brought from their own
+  // frames to `frame`.
   __device__ __forceinline__ void ChannelProduct(Accumulator<8>& sum, const Along& left,
-                                                 const Along& right, bool across = true) const {
+                                                 const Along& right, int frame) const {
+    if constexpr (!kFramed) {
+      Product<false, kTiles>(warp, sum, left, right);
+      return;
+    }
+    ForEachElement<8>([&](int fragment, int e) { sum[fragment][e] = 0.0f; });
+#pragma unroll(kPanelTiles)
+    for (int tile = 0; tile < kTiles; ++tile) {
+      Left plain, scaled;
+      left.Tile(tile).LoadLeft(warp, plain);
 #pragma unroll
-    for (int first = 0; first < kTiles; first += kPanelTiles) {
-      if (first > 0) WaitForProducts<0>();  // There are no registers for more left operands.
-      Left plain[kPanelTiles], scaled[kPanelTiles];
-      LoadRows(left, warp, first, plain);
-#pragma unroll
-      for (int i = 0; i < kPanelTiles; ++i)
+      for (int column = 0; column < kChunkTiles; ++column) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          const int channel = 16 * (first + i) + j / 2 * 8 + 2 * (Lane() % 4);
-          const float2 d = *reinterpret_cast<const float2*>(Across() + channel);
-          scaled[i][j] =
-              Bf16::Multiply(plain[i][j], Bf16::Round(across ? d.x : 1.0f, across ? d.y : 1.0f));
+          const Steps* const steps = AllSteps() + 16 * tile + j / 2 * 8 + 2 * (Lane() % 4);
+          scaled[j] = MultiplyPair(plain[j], steps[0], steps[1], column, frame);
         }
-      if constexpr (kAcross == 0)
-        PanelProduct(first > 0, sum, scaled, plain, right, first);
-      else
-        PanelProduct(first > 0, sum, plain, scaled, right, first);
+        AddFrameProduct(sum, column, scaled, right.Tile(tile));
+      }
     }
   }
 
@@ -1183,6 +1237,12 @@ class ChunkGradients {
         terms.written[j % 2] +=
             Bf16::Low(s[j]) * Bf16::Low(ds[j]) + Bf16::High(s[j]) * Bf16::High(ds[j]);
     }
+    if constexpr (kFramed)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float2 factors = FactorsOf(AllSteps()[Channel() + 8 * i].Between(0, kChunkTiles - 1));
+        terms.written[i] = terms.written[i] * factors.x * factors.y;
+      }
   }
 
   // Adds dS * S_L for what the tokens of this half have written to S_L: an operand times its
@@ -1242,12 +1302,12 @@ class ChunkGradients {
   int stride, tokens;  // elements from token to token; tokens of the chunk
 };
 
-template <typename T, int N, bool kMarked, typename Call>
+template <typename T, int N, bool kMarked, bool kFramed, typename Call>
 __global__ __launch_bounds__(4 * N,
                              N == 64 ? 2 : 1) void GradientKernel(const __grid_constant__ Call call,
                                                                   const uint4* state_gradients,
                                                                   uint32_t* steep) {
-  using Gradients = ChunkGradients<T, N, kMarked, Call>;
+  using Gradients = ChunkGradients<T, N, kMarked, kFramed, Call>;
   RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
   Gradients gradients(call, memory);
   if (!gradients.Find()) return;
@@ -1294,10 +1354,13 @@ cudaError_t LaunchGradients(cudaStream_t stream, const Call& call, const uint4* 
   const int64_t blocks = rows * call.dims.saved * call.dims.heads;
   return ForHalfTypes<kHeadSizes...>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
     using L = GradientLayout<size()>;
-    return ForMarks(call.marks, [&](auto marked) {
-      return Launch(GradientKernel<decltype(zero), size(), marked(), Call>, blocks, L::kThreads,
-                    L::kBytes, stream, call, gradients, steep);
-    });
+    const auto launch = [&](auto marked, auto framed) {
+      return Launch(GradientKernel<decltype(zero), size(), marked(), framed(), Call>, blocks,
+                    L::kThreads, L::kBytes, stream, call, gradients, steep);
+    };
+    if constexpr (!std::is_same_v<Call, Wkv7KeyedBackwardCall>)
+      if (steep != nullptr) return launch(std::true_type(), std::true_type());
+    return ForMarks(call.marks, [&](auto marked) { return launch(marked, std::false_type()); });
   });
 }
 
