@@ -19,9 +19,10 @@
 //   At = A 2^(G' - c)   Rt = R 2^(G - c)   Bh = B 2^(c - G)   Kh = K 2^(c - G)
 //   Sp = S0 2^(c - G' of token 0), c of the first frame   dSh = dS 2^(G of token 63 - c), c of the last frame
 //
-// Of decays with a bound, those of Decay::kSigmoid, the chunk is one frame, and c is G of its last token. With
-// others a tile is a frame, and c is an integer near the middle of its G, so that the factors stay in range where
-// decays are steep. There G is counted from the middle of the chunk.
+// Of decays with a bound, those of Decay::kSigmoid, the chunk is one frame, and c is G of its last token. Of others
+// a tile is a frame, and G is counted from the middle of the chunk. c is an even number near the middle of G in
+// the frame, so that the factors stay in range where decays are steep. Where a channel decays less in a half of the
+// chunk, its c is 0 there, and where that is so of all, the chunk is one frame.
 //
 //   Aab = tril_strict(At Bh^T)   Aak = tril_strict(At Kh^T)
 //   Qrb = tril(Rt Bh^T)          Qrk = tril(Rt Kh^T)
@@ -97,6 +98,7 @@ constexpr float kMaxFrameLog2 = 174.0f;
 // The same for each token of the frame. Where all tokens forget more, the gradients of their decays are as small
 // as what rounding leaves of the terms that cancel in them.
 constexpr float kMaxMeanLog2 = 16.0f;
+constexpr int kCentre = 512;  // more than any c / 2
 static_assert(-kLeastLog2 <= kMaxFrameLog2, "a token that forgets all leaves its frame in range");
 
 constexpr int kChunkTokens = static_cast<int>(kChunk);
@@ -138,7 +140,7 @@ struct GradientLayout {
   static constexpr int kQrb = kAak + kPanelBytes;  // Qrb, dQrb
   static constexpr int kQrk = kQrb + kPanelBytes;  // Qrk, dQrk
   // float [4, N]: first the sums of the log decays of both halves or, of decays without a bound, the factors of S0
-  // and dS, and row 2 has Steps. Then rows 0 and 1 have the sums of dS * S_L of both halves, and row 3 has the sum
+  // and dS, and then Centres. Then rows 0 and 1 have the sums of dS * S_L of both halves, and row 3 has the sum
   // of the reads of the second half.
   static constexpr int kSums = kQrk + kPanelBytes;
   static constexpr int kBytes = kSums + 4 * N * sizeof(float);
@@ -379,43 +381,21 @@ __device__ void InvertPanel(int warp, int barrier, uint32_t panel) {
   list[1 + atomicAdd(list, 1)] = blockIdx.x;
 }
 
-// How far c falls over the frames of a channel, without a bound: a byte from frame 0 to 1, from there to the middle of
-// the chunk, from there to frame 2, and to frame 3.
-struct Steps {
-  uint32_t bytes;
-
-  // The factors between two frames. Their product is that of the operands of both; neither alone leaves the range of
-  // a float.
-  struct Factors {
-    int first, second;  // negated exponents
-  };
-  __device__ Factors Between(int frame, int other) const {
-    const int earlier = frame < other ? frame : other, later = frame < other ? other : frame;
-    const auto byte = [&](int of, bool counted) {
-      return counted ? static_cast<int>(bytes >> 8 * of & 0xff) : 0;
-    };
-    const int sum = byte(0, earlier < 1 && later > 0) + byte(1, earlier < 2 && later > 1) +
-                    byte(2, earlier < 2 && later > 1) + byte(3, earlier < 3 && later > 2);
-    const auto most = [](int x) { return x < 126 ? x : 126; };
-    return {most(sum / 2), most(sum - sum / 2)};
-  }
-};
-
-__device__ inline float2 FactorsOf(const Steps::Factors& x) {
-  return {__uint_as_float((127u - x.first) << 23), __uint_as_float((127u - x.second) << 23)};
+// A word of two bfloat16 2^-e for a word of two e; of an e above 126 the factor is 0.
+__device__ inline uint32_t PowersOfTwo(uint32_t e) {
+  const uint32_t exponents = 0x807f807fu - e;  // the upper bit is set unless e is too large
+  return (exponents & 0x007f007fu & (exponents >> 15 & 0x00010001u) * 0xffffu) << 7;
 }
 
-// Multiplies two bfloat16 by the factors of two channels between two frames.
-__device__ inline uint32_t MultiplyPair(uint32_t x, const Steps& low, const Steps& high, int frame,
-                                        int other) {
-  const Steps::Factors a = low.Between(frame, other), b = high.Between(frame, other);
-  const auto pair = [](int a, int b) { return (127u - a) << 7 | (127u - b) << 23; };
-  return Bf16::Multiply(Bf16::Multiply(x, pair(a.first, b.first)), pair(a.second, b.second));
+// Multiplies by the square of factors, which may be too small for a number of its own.
+__device__ inline uint32_t MultiplyTwice(uint32_t x, uint32_t factors) {
+  return Bf16::Multiply(Bf16::Multiply(x, factors), factors);
 }
 
 // The decays of the channels of a warp and the tokens of its half.
 struct HalfDecays {
-  HalfAccumulator writes = {};  // c - G
+  HalfAccumulator writes = {};             // c - G
+  bool in_range = true, one_frame = true;  // as far as this thread knows
   uint32_t raw_w[kHalfTiles][4];
   Left log_decays[kHalfTiles];  // of float16, scaled; needed until the operands are scaled
 };
@@ -523,8 +503,8 @@ class ChunkGradients {
   __device__ __forceinline__ void WaitForScaledOperands() const { WaitForCopies<kBf16 ? 1 : 0>(); }
 
   // c - G of the tokens of this half, with a bound so far without the later half, and what the first rows of Sums
-  // have. Sums are products with ones, in float16. Returns whether the frames are in range.
-  __device__ __forceinline__ bool SumLogDecays(HalfDecays& decays) const {
+  // have. Sums are products with ones, in float16.
+  __device__ __forceinline__ void SumLogDecays(HalfDecays& decays) const {
     const Ones later(false, false, true), all(true, true, true);
     float total[4] = {}, of_first[4];  // sums over the half and over its first tile
 #pragma unroll
@@ -548,7 +528,6 @@ class ChunkGradients {
 #pragma unroll
       for (int i = 0; i < 2; ++i) AddLogDecays(decays.writes[2 * tile + i], log_decays, later, i);
     }
-    bool in_range = true;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int channel = Channel() + 8 * i;
@@ -557,38 +536,39 @@ class ChunkGradients {
         if (Lane() % 4 == 0) Sums()[half * N + channel] = sum;
         continue;
       }
+      const bool slow = fabsf(sum) <= 0.5f * kMaxFrameLog2;
       float c[2];
 #pragma unroll
       for (int f = 0; f < 2; ++f) {
         const int own_tokens = tokens - kTileTokens * (FirstTile() + f);
         const float most = fminf(kMaxFrameLog2, kMaxMeanLog2 * static_cast<float>(own_tokens));
-        in_range = in_range && (own_tokens <= 0 || fabsf(frame[f]) <= most);
+        decays.in_range = decays.in_range && (own_tokens <= 0 || fabsf(frame[f]) <= most);
         // G begins at -sum in half 0, and at 0 in half 1.
-        c[f] = rintf(0.5f * frame[f] + (f == 0 ? 0.0f : frame[0]) - (half == 0 ? sum : 0.0f));
+        const float middle =
+            0.5f * frame[f] + (f == 0 ? 0.0f : frame[0]) - (half == 0 ? sum : 0.0f);
+        c[f] = slow ? 0.0f : 2.0f * rintf(0.5f * middle);
+        if (Lane() % 4 == 0)
+          Centres()[(FirstTile() + f) * N + channel] =
+              static_cast<uint16_t>(static_cast<int>(0.5f * c[f]) + kCentre);
       }
+      decays.one_frame = decays.one_frame && slow;
 #pragma unroll
       for (int fragment = 0; fragment < kHalfFragments; ++fragment)
 #pragma unroll
         for (int e = 2 * i; e < 2 * i + 2; ++e)
           decays.writes[fragment][e] += c[fragment / 2] - (half == 0 ? 0.0f : sum);
-      if (Lane() % 4 == 0) {
-        Sums()[half * N + channel] = Exp2(half == 0 ? c[0] + sum : sum - c[1]);
-        const auto byte = [](float step) { return static_cast<uint32_t>(fminf(step, 255.0f)); };
-        const uint32_t within = byte(c[0] - c[1]), middle = byte(fabsf(c[half == 0]));
-        reinterpret_cast<uint16_t*>(Sums() + 2 * N + channel)[half] =
-            static_cast<uint16_t>(half == 0 ? within | middle << 8 : middle | within << 8);
-      }
+      if (Lane() % 4 == 0) Sums()[half * N + channel] = Exp2(half == 0 ? c[0] + sum : sum - c[1]);
     }
-    return in_range;
   }
 
   // The barrier after SumLogDecays. Returns whether the chunk is left to another kernel.
-  __device__ __forceinline__ bool IsSteep(bool in_range, uint32_t* steep) const {
+  __device__ __forceinline__ bool IsSteep(const HalfDecays& decays, uint32_t* steep) {
     if constexpr (!kFramed) {
       __syncthreads();
       return false;
     }
-    if (__syncthreads_and(in_range)) return false;
+    one_frame = __syncthreads_and(decays.one_frame);
+    if (__syncthreads_and(decays.in_range)) return false;
     if (threadIdx.x == 0) AddChunk(steep);
     WaitForCopies<0>();
     return true;
@@ -880,14 +860,14 @@ class ChunkGradients {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         Sums()[half * N + Channel() + 8 * i] = terms.written[i];
-        if (half == 1) Sums()[3 * N + Channel() + 8 * i] = half_reads[i];
+        if (half == 1) LaterReads()[Channel() + 8 * i] = half_reads[i];
       }
     __syncthreads();
     float total[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float* const sum = Sums() + Channel() + 8 * i;
-      total[i] = sum[0] + sum[N] + (half == 0 ? sum[3 * N] : 0.0f);
+      total[i] = sum[0] + sum[N] + (half == 0 ? LaterReads()[Channel() + 8 * i] : 0.0f);
     }
     if (const ChunkMarks marks = LoadMarks(); (marks.starts | marks.absent) == 0) {
       ForEachElement<kHalfFragments>([&](int fragment, int e) {
@@ -900,7 +880,7 @@ class ChunkGradients {
         const int end = marks.SegmentEnd(token);
         const float* const sum = Sums() + Channel() + 8 * (e / 2);
         float x = reads[fragment][e] - terms.own_reads[fragment][e];
-        if (half == 0 && end > kHalfTokens) x += sum[3 * N];
+        if (half == 0 && end > kHalfTokens) x += LaterReads()[Channel() + 8 * (e / 2)];
         if (end == kChunkTokens) x += sum[0] + sum[N];
         reads[fragment][e] = marks.absent >> token & 1 ? 0.0f : terms.slope[fragment][e] * x;
       });
@@ -991,8 +971,20 @@ class ChunkGradients {
                : ChunkMarks();
   }
   __device__ float* Sums() const { return reinterpret_cast<float*>(memory + L::kSums); }
-  __device__ const Steps* AllSteps() const {
-    return reinterpret_cast<const Steps*>(Sums() + 2 * N);
+  // With kFramed: [frames, N] of c / 2 + kCentre.
+  __device__ uint16_t* Centres() const { return reinterpret_cast<uint16_t*>(Sums() + 2 * N); }
+  // Half of how far c falls between two frames, of a channel and of the one after it, which a word has.
+  __device__ uint32_t Fall(int frame, int other, int channel) const {
+    const auto at = [&](int f) {
+      return *reinterpret_cast<const uint32_t*>(Centres() + f * N + channel);
+    };
+    return frame < other ? at(frame) - at(other) : at(other) - at(frame);
+  }
+  // The sums of the reads of the second half, for all channels. With kFramed they have the place of some db
+  // that have been written.
+  __device__ float* LaterReads() const {
+    if constexpr (!kFramed) return Sums() + 3 * N;
+    return reinterpret_cast<float*>(memory + L::kU + kHalfTokens * kRowBytes);
   }
   // The channel of elements 0 and 1 of a fragment; elements 2 and 3 have the eighth after it.
   __device__ int Channel() const { return kPanelCols * panel + 16 * warp + Lane() / 4; }
@@ -1130,32 +1122,47 @@ class ChunkGradients {
                                                int frame, const TrianglePair<Right>& triangles,
                                                const TrianglePair<Right>& next,
                                                Fn&& meanwhile) const {
-    if constexpr (kFramed) {
+    if (kFramed && !one_frame) {
       Finish(pair[0], pair[1]);
-      const Steps steps[2] = {AllSteps()[Channel()], AllSteps()[Channel() + 8]};
-      ForEachElement<kHalfFragments>([&](int fragment, int e) {
-        const float2 factors = FactorsOf(steps[e / 2].Between(FirstTile() + fragment / 2, frame));
-        for (HalfAccumulator& sum : pair)
-          sum[fragment][e] = sum[fragment][e] * factors.x * factors.y;
-      });
+      // Of the rows of this lane, whose registers have one channel.
+      const auto fall = [&](int i, int from, int to) {
+        return (Fall(from, to, Channel() - Channel() % 2 + 8 * i) >> 16 * (Channel() % 2)) &
+               0xffffu;
+      };
+#pragma unroll
+      for (int part = 0; part < kHalfTiles; ++part)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float factor = Bf16::Low(PowersOfTwo(fall(i, FirstTile() + part, frame)));
+          for (HalfAccumulator& sum : pair)
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+              float& x = sum[2 * part + j / 2][2 * i + j % 2];
+              x = x * factor * factor;
+            }
+        }
       meanwhile();
 #pragma unroll 1
       for (int tile = first_tile; tile < first_tile + kTiles; ++tile) {
-        const auto add = [&](const TrianglePair<Right>& of) {
-          Left plain, left;
-          LoadLeftTransposed(OwnPanel(of.left), 16 * tile, warp, plain);
+        Left left[2];
+        LoadLeftTransposed(OwnPanel(triangles.left), 16 * tile, warp, left[0]);
+        LoadLeftTransposed(OwnPanel(next.left), 16 * tile, warp, left[1]);
 #pragma unroll
-          for (int part = 0; part < kHalfTiles; ++part) {
+        for (int part = 0; part < kHalfTiles; ++part) {
+          uint32_t factors[2];
 #pragma unroll
-            for (int j = 0; j < 4; ++j)
-              left[j] =
-                  MultiplyPair(plain[j], steps[j % 2], steps[j % 2], tile, FirstTile() + part);
-            AddFrameProduct(pair[0], part, left, of.of_first.Tile(tile));
-            AddFrameProduct(pair[1], part, left, of.of_second.Tile(tile));
-          }
-        };
-        add(triangles);
-        add(next);
+          for (int i = 0; i < 2; ++i)
+            factors[i] = PowersOfTwo(fall(i, tile, FirstTile() + part) * 0x00010001u);
+          const auto add = [&](const Left& plain, const TrianglePair<Right>& of) {
+            Left scaled;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) scaled[j] = MultiplyTwice(plain[j], factors[j % 2]);
+            AddFrameProduct(pair[0], part, scaled, of.of_first.Tile(tile));
+            AddFrameProduct(pair[1], part, scaled, of.of_second.Tile(tile));
+          };
+          add(left[0], triangles);
+          add(left[1], next);
+        }
       }
       return;
     }
@@ -1174,21 +1181,25 @@ class ChunkGradients {
   // frames to `frame`.
   __device__ __forceinline__ void ChannelProduct(Accumulator<8>& sum, const Along& left,
                                                  const Along& right, int frame) const {
-    if constexpr (!kFramed) {
+    if (!kFramed || one_frame) {
       Product<false, kTiles>(warp, sum, left, right);
+      if constexpr (kFramed) Finish(sum);  // else ptxas serialises products, for the other way is none
       return;
     }
     ForEachElement<8>([&](int fragment, int e) { sum[fragment][e] = 0.0f; });
 #pragma unroll(kPanelTiles)
     for (int tile = 0; tile < kTiles; ++tile) {
-      Left plain, scaled;
+      Left plain;
       left.Tile(tile).LoadLeft(warp, plain);
 #pragma unroll
       for (int column = 0; column < kChunkTiles; ++column) {
+        Left scaled;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const Steps* const steps = AllSteps() + 16 * tile + j / 2 * 8 + 2 * (Lane() % 4);
-          scaled[j] = MultiplyPair(plain[j], steps[0], steps[1], column, frame);
+        for (int i = 0; i < 2; ++i) {
+          const uint32_t factors =
+              PowersOfTwo(Fall(column, frame, 16 * tile + 8 * i + 2 * (Lane() % 4)));
+#pragma unroll
+          for (int j = 2 * i; j < 2 * i + 2; ++j) scaled[j] = MultiplyTwice(plain[j], factors);
         }
         AddFrameProduct(sum, column, scaled, right.Tile(tile));
       }
@@ -1237,11 +1248,12 @@ class ChunkGradients {
         terms.written[j % 2] +=
             Bf16::Low(s[j]) * Bf16::Low(ds[j]) + Bf16::High(s[j]) * Bf16::High(ds[j]);
     }
-    if constexpr (kFramed)
+    if (kFramed && !one_frame)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float2 factors = FactorsOf(AllSteps()[Channel() + 8 * i].Between(0, kChunkTiles - 1));
-        terms.written[i] = terms.written[i] * factors.x * factors.y;
+        const uint32_t fall = Fall(0, kChunkTiles - 1, Channel() - Channel() % 2 + 8 * i);
+        const float factor = Bf16::Low(PowersOfTwo(fall >> 16 * (Channel() % 2) & 0xffffu));
+        terms.written[i] = terms.written[i] * factor * factor;
       }
   }
 
@@ -1297,9 +1309,10 @@ class ChunkGradients {
   const uint32_t shared;
   const int warp, group;  // the warp in its warpgroup, and the warpgroup
   const int panel, half;
-  int marks_index;     // of this chunk among the chunks of all rows
-  int64_t first;       // the element of the first token of the chunk
-  int stride, tokens;  // elements from token to token; tokens of the chunk
+  int marks_index;        // of this chunk among the chunks of all rows
+  int64_t first;          // the element of the first token of the chunk
+  int stride, tokens;     // elements from token to token; tokens of the chunk
+  bool one_frame = true;  // whether all c of the chunk are the same
 };
 
 template <typename T, int N, bool kMarked, bool kFramed, typename Call>
@@ -1317,9 +1330,9 @@ __global__ __launch_bounds__(4 * N,
   gradients.WaitForDecays();
   __syncthreads();
   HalfDecays decays;
-  const bool in_range = gradients.SumLogDecays(decays);
+  gradients.SumLogDecays(decays);
   gradients.WaitForScaledOperands();
-  if (gradients.IsSteep(in_range, steep)) return;
+  if (gradients.IsSteep(decays, steep)) return;
   gradients.ScaleOperands(decays);
   gradients.ScaleState(state);
   WaitForCopies<0>();
