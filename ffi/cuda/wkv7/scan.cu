@@ -381,8 +381,15 @@ __device__ bool ScaleColumns(int warp, uint32_t operands, uint32_t raw_w, float*
   uint32_t e[4];
   float factors[2][4];
   const auto exponentials = [&](float sign, const float (&x)[2][4]) {
-    ForEachElement<2>([&](int i, int j) { factors[i][j] = Exp2(sign * x[i][j]); });
-    if constexpr (!kFloat) Round(factors[0], factors[1], e);
+    if constexpr (kFloat) {
+      ForEachElement<2>([&](int i, int j) { factors[i][j] = Exp2(sign * x[i][j]); });
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* pair = &x[i / 2][i % 2 * 2];
+        e[i] = Bf16::Round(Exp2(sign * pair[0]), Exp2(sign * pair[1]));
+      }
+    }
   };
   const auto store_scaled = [&](uint32_t tile, uint32_t (&x)[4]) {
     if constexpr (!kFloat)
