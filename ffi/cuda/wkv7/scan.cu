@@ -1166,15 +1166,12 @@ cudaError_t RunScan(cudaStream_t stream, const Scan& scan, const Device& device)
   const Grid blocks = splits.Blocks(batch, heads);
   // With up to two blocks on each multiprocessor it is faster that a chunk takes less time; with
   // more, that more of them hide each other's latency.
-  if constexpr (kTermsOf<T> > 1) {
-    return LaunchScan<T, N, kReverse, kOutput, Work::kTogether, kKind>(stream, scan, blocks);
-  } else if constexpr (N == kPanelCols) {
+  if constexpr (N == kPanelCols) {
     const bool few = blocks.x * blocks.y <= 2 * device.multiprocessors;
     if (!few || ScanLayout<T, N, kOutput, Work::kSpecialized, kKind>::kBytes > device.shared_memory)
       return LaunchScan<T, N, kReverse, kOutput, Work::kTogether, kKind>(stream, scan, blocks);
   }
-  if constexpr (kTermsOf<T> == 1)
-    return LaunchScan<T, N, kReverse, kOutput, Work::kSpecialized, kKind>(stream, scan, blocks);
+  return LaunchScan<T, N, kReverse, kOutput, Work::kSpecialized, kKind>(stream, scan, blocks);
 }
 
 // Of heads of 64 and a bound that of keyed calls, which need more.
