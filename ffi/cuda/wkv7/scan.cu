@@ -1180,8 +1180,9 @@ int64_t SharedMemory(Pass pass) {
   const int64_t transition = ScanLayout<T, N, false, Work::kTransition, kKind>::kBytes;
   if (pass != Pass::kForward && pass != Pass::kBackward) return transition;
   constexpr Work kLeast = N == kPanelCols ? Work::kTogether : Work::kSpecialized;
-  const int64_t scan = pass == Pass::kForward ? ScanLayout<T, N, true, kLeast, kKind>::kBytes
-                                              : ScanLayout<T, N, false, kLeast, kKind>::kBytes;
+  int64_t scan = ScanLayout<T, N, true, kLeast, kKind>::kBytes;
+  if constexpr (kTermsOf<T> == 1)  // floats have no reverse scan
+    if (pass == Pass::kBackward) scan = ScanLayout<T, N, false, kLeast, kKind>::kBytes;
   return std::max({transition, scan, kCombineBytes<N>});
 }
 
