@@ -184,6 +184,7 @@ def _problem(call: Mapping[str, str], tokens: int) -> dict[str, int]:
         "sequences": 3 if packing == 2 else 1,
         "heads": 2,
         "head_size": int(call["head size"]),
+        "value_size": int(call["head size"]),
         "saves": 1,
     }
 

@@ -182,6 +182,30 @@ struct StateAccumulator {
     });
   }
 
+  // Load, Store and StoreRounded of a state [rows, cols] of at most N each; what it lacks is 0 in registers.
+  static __device__ void LoadPart(const float* from, int rows, int cols, State& s) {
+    ForEachPair([&](int index, int panel, int fragment, int e) {
+      const int row = index / N, col = index % N;
+      float2 pair = {};
+      if (row < rows && col < cols)
+        pair = *reinterpret_cast<const float2*>(from + row * cols + col);
+      s[panel][fragment][e] = pair.x, s[panel][fragment][e + 1] = pair.y;
+    });
+  }
+  static __device__ void StorePart(const State& s, int rows, int cols, float* to) {
+    ForEachPair([&](int index, int panel, int fragment, int e) {
+      const int row = index / N, col = index % N;
+      if (row < rows && col < cols)
+        *reinterpret_cast<float2*>(to + row * cols + col) = {s[panel][fragment][e],
+                                                             s[panel][fragment][e + 1]};
+    });
+  }
+  static __device__ void StorePartRounded(const State& s, int rows, int cols, uint4* to) {
+    ForEachPiece(s, [&](int row, int piece, const uint4& words) {
+      if (row < rows && 8 * piece < cols) to[row * (cols / 8) + piece] = words;
+    });
+  }
+
   static __device__ void Store(const State& s, float* to) {
     if constexpr (kPanels > 1) {
       ForEachPair([&](int index, int panel, int fragment, int e) {
@@ -204,11 +228,17 @@ struct StateAccumulator {
     }
   }
 
-  // Stores a state as bfloat16, in pieces of eight columns. Four lanes have four pieces of a row,
-  // each lane a word of every piece; they trade words so that each lane has a piece.
+  // Stores a state as bfloat16.
   static __device__ void StoreRounded(const State& s, uint4* to) {
-    const int lane = Lane();
-    to += (threadIdx.x / 32 % (N / 16) * 16 + lane / 4) * (N / 8) + lane % 4;
+    ForEachPiece(
+        s, [&](int row, int piece, const uint4& words) { to[row * (N / 8) + piece] = words; });
+  }
+
+  // Calls fn(row, piece, words) with pieces of eight columns of bfloat16. Four lanes have four pieces of a
+  // row, each lane a word of every piece; they trade words so that each lane has a piece.
+  template <typename Fn>
+  static __device__ void ForEachPiece(const State& s, Fn&& fn) {
+    const int lane = Lane(), row = threadIdx.x / 32 % (N / 16) * 16 + lane / 4;
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel)
 #pragma unroll
@@ -227,7 +257,7 @@ struct StateAccumulator {
         trade(1, word[2], word[3]);
         trade(2, word[0], word[2]);
         trade(2, word[1], word[3]);
-        to[4 * e * (N / 8) + 8 * panel + fragment] = {word[0], word[1], word[2], word[3]};
+        fn(row + 4 * e, 8 * panel + fragment + lane % 4, uint4{word[0], word[1], word[2], word[3]});
       }
   }
 

@@ -46,8 +46,21 @@ cudaError_t Wkv7SteepChunks(cudaStream_t stream, const Wkv7BackwardCall& call,
                             const ReplayScratch& scratch, const uint4* gradients,
                             const uint32_t* steep);
 
-// --- Kernels on matrix units (scan.cu, gradients.cu): 16-bit dtypes, head sizes 64 and 128, saved states
-// in bfloat16, any decay.
+// --- Kernels on matrix units (scan.cu, gradients.cu): 16-bit dtypes, K and V in multiples of kHeadPiece up to
+// 128, saved states in bfloat16, any decay. There are kernels for heads of 64 and of 128, which fill up others
+// with zeros where they have them on the chip, and in the scratch.
+
+constexpr int64_t MatrixHeadSize(int64_t keys, int64_t values) {
+  return keys <= 64 && values <= 64 ? 64 : 128;
+}
+constexpr int64_t MatrixHeadSize(const HeadDims& dims) {
+  return MatrixHeadSize(dims.head_size, dims.value_size);
+}
+// Whether a head fills those kernels. If it does not, the kernels for calls with marks take it.
+constexpr bool FillsMatrixHead(const HeadDims& dims) {
+  const int64_t size = MatrixHeadSize(dims);
+  return dims.head_size == size && dims.value_size == size;
+}
 
 // A run of tokens takes a state S to S M + D. The transition of a split is D, which becomes the state at its
 // end, and then M.
