@@ -123,6 +123,7 @@ Plan MakePlanOfHeads(const Rules& rules, const Device& device, const Problem& pr
   const bool suits = plan.why_by_token == nullptr;
   plan.shared_memory = suits ? rules.shared_memory : 0;
   plan.matrix_units = suits && plan.shared_memory <= device.shared_memory;
+  if (!plan.matrix_units && !problem.RunsByToken()) return plan;
   plan.few_heads = problem.AllHeads() < Scaled(200, device);
   const bool backward = problem.pass == Pass::kBackward;
   if (backward) {
@@ -165,7 +166,7 @@ Plan MakePlan(const Device& device, const Problem& problem, int64_t available) {
 int64_t ScratchFloats(const Problem& problem) {
   const Device largest{kMaxMultiprocessors, std::numeric_limits<int64_t>::max()};
   const Plan plan = MakePlan(largest, problem);
-  if (!plan.matrix_units || !problem.RunsByToken()) return plan.scratch;
+  if (!plan.matrix_units) return plan.scratch;
   const Device smallest{1, 0};
   const Plan fallback = MakePlan(smallest, problem, kFallbackHeads * plan.replay_floats);
   return std::max(plan.scratch, fallback.scratch);

@@ -50,6 +50,8 @@
 // operand of the next, and sums over tokens run along rows, each of which belongs to one warp. The
 // traffic of shared memory bounds the speed of the kernel.
 //
+// K and V may be less than the N of a kernel, as in scan.cu.
+//
 // Phases, and the barrier after each. A panel has 64 channels, a half has 32 tokens. Two warpgroups
 // share a panel; in most phases one has the first half of the tokens, the other the second.
 //

@@ -75,7 +75,8 @@ cudaError_t Wkv7Scan(cudaStream_t stream, const Wkv7ForwardCall& call, const Dev
 cudaError_t Wkv7Scan(cudaStream_t stream, const Wkv7KeyedForwardCall& call, const Device& device,
                      const Splits& splits);
 
-// Leaves the gradients of the states at the ends of chunks, [B, N, H, V, K] of bfloat16.
+// Leaves the gradients of the states at the ends of chunks, [B, N, H, V, K] of bfloat16 with MatrixHeadSize for V
+// and K.
 cudaError_t Wkv7ReverseScan(cudaStream_t stream, const Wkv7BackwardCall& call, const Device& device,
                             const Splits& splits, uint4* gradients);
 cudaError_t Wkv7ReverseScan(cudaStream_t stream, const Wkv7KeyedBackwardCall& call,

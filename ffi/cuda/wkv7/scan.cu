@@ -50,6 +50,10 @@
 // tile t + kStages take the place of tile t. Only ScaleOperands waits for copies, at the
 // CopyBarrier of their place in shared memory.
 //
+// There are kernels for heads of N = 64 and N = 128. K and V may be less: operands and states are then filled
+// up with zeros where they are loaded, and results are stored as far as the head has them. A channel of zeros
+// changes nothing, whatever its decay. Such heads have the kernels that are compiled for marks.
+//
 // In a keyed call ScaleOperands first makes k, a and b, as wkv7_keys does (layers/wkv7_keys.cu), from the
 // projected k and the rate, which are copied to two of their three places.
 #include <algorithm>
@@ -823,11 +827,11 @@ class ScanBlock {
     // The start of the first split may be known. Then its transition is the state at its end.
     if (L::kTransition && (order > 0 || scan.start == nullptr))
       Accumulators::SetDiagonal(identity ? 1.0f : 0.0f, s);
-    else if (!kFilled && order == 0)
-      Accumulators::LoadPart(scan.start + head * ValueSize() * KeySize(), ValueSize(), KeySize(),
-                             s);
-    else
+    else if constexpr (kFilled)
       Accumulators::Load(order == 0 ? scan.start + head * N * N : TransitionOf(order - 1), s);
+    else if (const int rows = order == 0 ? ValueSize() : N, cols = order == 0 ? KeySize() : N; true)
+      Accumulators::LoadPart(order == 0 ? scan.start + head * rows * cols : TransitionOf(order - 1),
+                             rows, cols, s);
   }
   // Saves the state before a chunk in [B, N, H, V, K] of bfloat16, or its gradient after it in the scratch, where
   // V and K are N; `head` is b * H + h.

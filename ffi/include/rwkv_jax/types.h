@@ -43,8 +43,8 @@ constexpr int64_t kMinHeadSize = 16;
 
 constexpr bool IsPowerOfTwo(int64_t x) { return (x & (x - 1)) == 0; }
 
-// The kernels of WKV7 on matrix units also take K and V that are different multiples of this, which is the
-// number of 16-bit elements in 16 bytes.
+// The kernels of WKV7 on matrix units take any K and V that are multiples of this, the number of 16-bit elements
+// in 16 bytes.
 constexpr int64_t kHeadPiece = 8;
 
 constexpr int64_t Chunks(int64_t tokens) { return (tokens + kChunk - 1) / kChunk; }
