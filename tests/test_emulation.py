@@ -14,6 +14,7 @@ under compute-sanitizer (memcheck or racecheck):
 
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -440,8 +441,16 @@ TRANSITIONS = [
 ]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("op", "case", "rows"), TRANSITIONS, ids=str)
+@pytest.mark.parametrize(
+    ("device", "op", "case", "rows"),
+    [
+        (device, *call)
+        for device, call in itertools.product(DEVICES, TRANSITIONS)
+        # K and V that differ are for GPUs with enough shared memory for all passes.
+        if call[1].V is None or device in ("9.0", "10.0")
+    ],
+    ids=str,
+)
 def test_transitions(emulated: Emulation, op: str, case: Case, rows: str, device: str) -> None:
     """What all tokens do to a state, and to its gradient, without the state."""
     emulated.use(DEVICES[device])

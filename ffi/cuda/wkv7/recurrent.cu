@@ -359,6 +359,17 @@ struct SteepChunks {
   int keys, values;
 };
 
+// Fetches tokens; if kPart, `first` and `stride` count heads.
+template <bool kPart, typename Loader, typename T>
+__device__ void FetchTokens(Loader& loader, const T* const* vectors, int64_t first, int64_t stride,
+                            int count, const SteepChunks& chunks) {
+  if constexpr (kPart)
+    loader.FetchPart(vectors, 1u << kV | 1u << kDy, first, stride, count, chunks.keys,
+                     chunks.values);
+  else
+    loader.Fetch(vectors, first, stride, count);
+}
+
 // A split takes its chunks from the last to the first. In a chunk there are two phases:
 //   - The whole chunk is replayed once from its saved state. That leaves in the scratch the state
 //     before each quad of kReplayTokens tokens but the first, and S_{t-1} a_t of each token.
@@ -378,7 +389,6 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
   constexpr bool kLarge = Shared::kLarge;
   // Whether K and V may be below N.
   constexpr bool kPart = kSteep && kMarked;
-  const int keys = steep.keys, values = steep.values;
   auto& shared = *reinterpret_cast<Shared*>(memory);
   constexpr int kRows = G::kRows;
   const G partition;
@@ -419,13 +429,6 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
         if (kPart && !marks.Given()) return TileMarks<kMarked>();
         return LoadMarks<kMarked>(marks, head.sequence, start + quad * kReplayTokens);
       };
-      const auto fetch_tokens = [&](auto& loader, int quad) {
-        if constexpr (kPart)
-          loader.FetchPart(inputs.x, 1u << kV | 1u << kDy, token_of(quad), stride, count_of(quad),
-                           keys, values);
-        else
-          loader.Fetch(inputs.x, token_of(quad), stride, count_of(quad));
-      };
       // The state before a quad, before the first token of the quad may clear it.
       const auto load_state = [&](int quad, Fragment<G>& s) {
         if (quad > 0)
@@ -433,15 +436,15 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
         else if constexpr (kPart)
           LoadStatePart(partition,
                         static_cast<const __nv_bfloat16*>(states.data) +
-                            head.SavedState(chunk) / (N * N) * (values * keys),
-                        values, keys, s);
+                            head.SavedState(chunk) / (N * N) * (steep.values * steep.keys),
+                        steep.values, steep.keys, s);
         else
           states.Load(partition, head.SavedState(chunk), s);
       };
 
       load_state(0, s);
       TokenLoader<T, G, kReplayVectors, kReplayTokens> replay_loader;
-      fetch_tokens(replay_loader, 0);
+      FetchTokens<kPart>(replay_loader, inputs.x, token_of(0), stride, count_of(0), steep);
       TileMarks<kMarked> own, next_own = marks_of(0);
       replay_loader.template Store<false>(shared.tokens[0], nullptr, count_of(0), next_own, decay);
       __syncthreads();
@@ -449,7 +452,8 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
         const bool more = quad + 1 < quads;
         own = next_own;
         if (more) {
-          fetch_tokens(replay_loader, quad + 1);
+          FetchTokens<kPart>(replay_loader, inputs.x, token_of(quad + 1), stride,
+                             count_of(quad + 1), steep);
           next_own = marks_of(quad + 1);
         }
         if (quad > 0) StoreState(partition, quad_states + (quad - 1) * N * N, s);
@@ -474,7 +478,7 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
       TokenLoader<T, G, kBackwardVectors, kReplayTokens> loader;
       float4 sa_piece;
       const auto fetch = [&](int quad) {
-        fetch_tokens(loader, quad);
+        FetchTokens<kPart>(loader, inputs.x, token_of(quad), stride, count_of(quad), steep);
         next_own = marks_of(quad);
         if (4 * threadIdx.x < kReplayTokens * N)
           sa_piece = *reinterpret_cast<const float4*>(chunk_sa + quad * kReplayTokens * N +
@@ -528,10 +532,12 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
           BackwardToken<T, G, kPart>(
               partition, {shared.tokens[stage], t}, shared.slope[stage] + t * N,
               shared.sa[stage] + t * N, own, s, ds, sums[t % Shared::kSumTokens][threadIdx.x / 32],
-              t < count ? out.v + (kPart ? token(t) * values : token(t)) : nullptr, values);
+              t < count ? out.v + (kPart ? token(t) * steep.values : token(t)) : nullptr,
+              steep.values);
           if constexpr (kLarge) {
             __syncthreads();
-            WriteColumnSums<T, G, kPart>(sums, t < count, own.From(t), token(t), stride, out, keys);
+            WriteColumnSums<T, G, kPart>(sums, t < count, own.From(t), token(t), stride, out,
+                                         steep.keys);
             __syncthreads();
           }
         }
@@ -540,12 +546,13 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
         // While a warp still reads these sums, other warps may be at the next quad, whose sums are in
         // the other stage.
         if constexpr (!kLarge)
-          WriteColumnSums<T, G, kPart>(sums, count, own, token(0), stride, out, keys);
+          WriteColumnSums<T, G, kPart>(sums, count, own, token(0), stride, out, steep.keys);
       }
     }
     if ((kSteep ? first_chunk : split) == 0) {
       if constexpr (kPart)
-        StoreStatePart(partition, out.initial_state + head.index * values * keys, values, keys, ds);
+        StoreStatePart(partition, out.initial_state + head.index * steep.values * steep.keys,
+                       steep.values, steep.keys, ds);
       else
         StoreState(partition, out.initial_state + head.State(), ds);
     }
