@@ -1259,11 +1259,10 @@ class ChunkGradients {
   const uint32_t shared;
   const int warp, group;  // the warp in its warpgroup, and the warpgroup
   const int panel, half;
-  int marks_index;  // of this chunk among the chunks of all rows
-  int64_t
-      first;   // the element of the first token of the chunk, and how many there are from token to
-  int stride;  // token; unless kFilled, both count heads
-  int tokens;  // of the chunk
+  int marks_index;     // of this chunk among the chunks of all rows
+  int64_t first;       // the element of the first token of the chunk
+  int stride, tokens;  // elements from token to token; tokens of the chunk
+  // Unless kFilled, `first` and `stride` count heads.
 };
 
 template <typename T, int N, bool kMarked, typename Call>

@@ -829,9 +829,13 @@ class ScanBlock {
       Accumulators::SetDiagonal(identity ? 1.0f : 0.0f, s);
     else if constexpr (kFilled)
       Accumulators::Load(order == 0 ? scan.start + head * N * N : TransitionOf(order - 1), s);
-    else if (const int rows = order == 0 ? ValueSize() : N, cols = order == 0 ? KeySize() : N; true)
-      Accumulators::LoadPart(order == 0 ? scan.start + head * rows * cols : TransitionOf(order - 1),
-                             rows, cols, s);
+    else
+      LoadPart(order == 0, s);
+  }
+  __device__ __forceinline__ void LoadPart(bool first, State& s) const {
+    const int rows = first ? ValueSize() : N, cols = first ? KeySize() : N;
+    Accumulators::LoadPart(first ? scan.start + head * rows * cols : TransitionOf(order - 1), rows,
+                           cols, s);
   }
   // Saves the state before a chunk in [B, N, H, V, K] of bfloat16, or its gradient after it in the scratch, where
   // V and K are N; `head` is b * H + h.
@@ -922,11 +926,11 @@ class ScanBlock {
   int64_t count, order;              // splits of the sequence, and this one in the recurrence
   int64_t first_chunk, first_token;  // of the split in its sequence
   int tokens, tiles;                 // of the split
-  int64_t first;       // the element of this thread's piece in the first token, or the head
-  int stride;          // from token to token, in elements or, unless kFilled, in heads
-  int copy_row;        // of this thread's piece in a tile
-  uint32_t copy_to;    // its address in a panel
-  uint32_t next_word;  // marks of the tile that is copied next
+  int64_t first;                     // the element of this thread's piece in the first token
+  int stride;                        // from token to token; unless kFilled, both count heads
+  int copy_row;                      // of this thread's piece in a tile
+  uint32_t copy_to;                  // its address in a panel
+  uint32_t next_word;                // marks of the tile that is copied next
 };
 
 template <typename T, int N, bool kReverse, bool kOutput, Work kWork, bool kMarked, Kind kKind>
