@@ -46,8 +46,15 @@ COLUMNS = {
 """The column of each GPU of tests/support/cases.py, by compute capability."""
 
 BY_TOKEN = "token by token"
-WORDS = {"matrix units": "matrix", BY_TOKEN: "**token**"}
-"""How the table calls the kernels of a plan."""
+WORDS = {"matrix units": "matrix", BY_TOKEN: "**token**", "": "-"}
+"""How the table calls the kernels of a plan, or that there are none."""
+
+POWERS = {str(n): (n, n) for n in (16, 32, 64, 128)}
+MULTIPLES = {
+    "other multiples of 8 from 16 to 64": (24, 48),
+    "other multiples of 8 from 16 to 128": (96, 24),
+}
+"""K and V of head sizes."""
 
 Box = dict[str, tuple[str, ...]]
 """Calls: each combination of one value of each axis."""
@@ -62,8 +69,8 @@ def implementations_table() -> str:
     """For each operator, dtype and head size, the implementations that can run a call and its
     gradient on each platform, besides "reference", which runs everywhere."""
     platforms = {"CPU": "cpu", "CUDA GPU": "cuda", "TPU": "tpu", "others": "rocm"}
-    sizes = {str(n): (n, n) for n in (16, 32, 64, 128, 256)}
-    sizes |= {"K ≠ V, of 16, 32, 64, 128": (64, 32), "any other": (48, 48)}
+    sizes = POWERS | {"256": (256, 256), "K ≠ V, of 16, 32, 64, 128": (64, 32)}
+    sizes |= {"other multiples of 8 from 16 to 128": (96, 24), "any other": (20, 20)}
     axes = {"operator": OPERATORS, "head size": tuple(sizes), "inputs": DTYPES, "tokens": PACKINGS}
     rows = []
     with pytest.MonkeyPatch.context() as patch:
@@ -88,14 +95,15 @@ def implementations_table() -> str:
 
 def kernels_table(planner: Any) -> str:
     """The calls for which some GPU has kernels on matrix units, and the kernels on each GPU. All
-    other calls of these operators go token by token, among them all that have at most 15 tokens.
+    other calls of these operators go token by token, among them all that have at most 15 tokens, if
+    K = V is a power of two; or else there are no such kernels.
 
     planner: the native module of CUDA, or its emulation.
     """
     axes = {
         "operator": HEADS,
         "inputs": (*DTYPES, "highest"),
-        "head size": ("16", "32", "64", "128"),
+        "head size": (*POWERS, *MULTIPLES),
         "`decay`": DECAYS["wkv7"],
         "tokens": PACKINGS,
         "pass": ("forward", "backward"),
@@ -110,9 +118,11 @@ def kernels_table(planner: Any) -> str:
             device = {"multiprocessors": multiprocessors, "shared_memory": shared_memory}
             target = call["operator"], {"forward": "fwd", "backward": "bwd"}[call["pass"]]
             kernel = planner.plan(*target, **device, **_problem(call, 1000))["kernel"]
-            assert kernels.setdefault(COLUMNS[gpu], kernel) == kernel, (call, gpu)
             assert planner.plan(*target, **device, **_problem(call, 15))["kernel"] == BY_TOKEN
-        if set(kernels.values()) != {BY_TOKEN}:
+            if kernel == BY_TOKEN and call["head size"] in MULTIPLES:
+                kernel = ""
+            assert kernels.setdefault(COLUMNS[gpu], kernel) == kernel, (call, gpu)
+        if "matrix units" in kernels.values():
             rows.append(Row(_box(call), tuple(WORDS[kernels[x]] for x in columns)))
     return _table(axes, columns, _merged(rows, axes))
 
@@ -174,6 +184,7 @@ def _packing(tokens: str) -> dict[str, Any]:
 def _problem(call: Mapping[str, str], tokens: int) -> dict[str, int]:
     """A call of so many tokens in the words of the planner."""
     packing = PACKINGS.index(call["tokens"])
+    keys, values = (POWERS | MULTIPLES)[call["head size"]]
     return {
         "decay": internals.kernels.DECAYS[call["`decay`"]],
         "exact": int(call["inputs"] == "highest"),
@@ -183,7 +194,8 @@ def _problem(call: Mapping[str, str], tokens: int) -> dict[str, int]:
         "tokens": tokens,
         "sequences": 3 if packing == 2 else 1,
         "heads": 2,
-        "head_size": int(call["head size"]),
+        "head_size": keys,
+        "value_size": values,
         "saves": 1,
     }
 

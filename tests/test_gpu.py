@@ -81,6 +81,21 @@ def test_float32_on_matrix_units(regime: str, decay: str) -> None:
     check(Run("wkv7", "ffi"), case, precision=None)
 
 
+@pytest.mark.parametrize(
+    ("keys", "values"), [(16, 16), (32, 48), (64, 128), (128, 64), (96, 96), (24, 120)]
+)
+@pytest.mark.parametrize("decay", OPERATORS["wkv7"].decays)
+@pytest.mark.parametrize("regime", ["model", "steep", "mixed"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_heads_that_do_not_fill_a_kernel(
+    dtype: str, regime: str, decay: str, keys: int, values: int
+) -> None:
+    case = Case(2, 150, 3, keys, V=values, dtype=dtype, decay=decay, regime=regime)
+    ids = np.repeat([[1, 0, 2, 3], [4, 5, 5, 0]], [20, 9, 71, 50], axis=1)
+    check(Run("wkv7", "ffi"), case, precision=None)
+    check(Run("wkv7", "ffi"), case, precision=None, segment_ids=ids)
+
+
 @pytest.mark.parametrize("op", OPS_ON_MATRIX_UNITS)
 def test_one_head_that_decays_too_far_changes_no_other(op: str) -> None:
     case = Case(2, 100, 3, 64, dtype="bfloat16", decay="log")

@@ -49,7 +49,7 @@ def _problems(op: str) -> Iterator[dict[str, int]]:
         "tokens": (0, 1, 15, 16, 100, 4096, 131072),
         "rows": (0, 1, 8),
         "heads": (1, 2000) if op == "wkv4" else (1, 12, 64),
-        "head_size": (1,) if op == "wkv4" else (16, 64, 128),
+        "head_size": (1,) if op == "wkv4" else (16, 24, 64, 128),
         "decay": range(len(OPERATORS[op].decays)),
         "exact": (0, 1),
         "packing": (0, 1, 2),
@@ -58,7 +58,8 @@ def _problems(op: str) -> Iterator[dict[str, int]]:
     }
     for values in itertools.product(*axes.values()):
         problem = dict(zip(axes, values, strict=True))
-        yield problem | {"sequences": problem["rows"] * (5 if problem["packing"] == 2 else 1)}
+        sequences = problem["rows"] * (5 if problem["packing"] == 2 else 1)
+        yield problem | {"sequences": sequences, "value_size": problem["head_size"]}
 
 
 def _details(

@@ -58,17 +58,17 @@ int64_t Workers(const ffi::ThreadPool& pool, const Call& call) {
   return Workers(pool, AllTokens(call) * dims.heads * dims.head_size * dims.head_size);
 }
 
-// Clears the tokens of results that no sequence has; each result has `size` elements for a token.
-inline void ClearOutside(const Problem& problem, const Sequences& sequences, int64_t size,
-                         const std::vector<void*>& results) {
+// Clears the tokens of results that no sequence has.
+inline void ClearOutside(const Problem& problem, const Sequences& sequences,
+                         const std::vector<TokenResult>& results) {
   const int64_t rows = problem.rows, tokens = problem.tokens;
   if (!sequences.Given() || rows == 0) return;
-  size *= problem.dtype == Dtype::kF32 ? 4 : 2;
   for (int64_t row = 0; row < rows; ++row) {
     const Span span = sequences.OfRow(row, problem.sequences / rows, tokens);
     const int64_t end = span.first_token + span.tokens;
-    for (void* result : results) {
-      char* const to = static_cast<char*>(result);
+    for (const TokenResult& result : results) {
+      char* const to = static_cast<char*>(result.data);
+      const int64_t size = result.size * (problem.dtype == Dtype::kF32 ? 4 : 2);
       std::memset(to + row * tokens * size, 0, (span.first_token - row * tokens) * size);
       std::memset(to + end * size, 0, ((row + 1) * tokens - end) * size);
     }
@@ -338,7 +338,7 @@ struct Cpu {
     auto call = EmptyCall<Operator, kPass>();
     reader.Read(call);
     if (ffi::Error error = reader.operands.Finish(); error.failure()) return error;
-    ClearOutside(reader.problem, call.sequences, reader.TokenSize(), reader.TokenResults(call));
+    ClearOutside(reader.problem, call.sequences, reader.TokenResults(call));
     return RunCall(kOpNames[static_cast<int>(Operator::kOp)], pool, call);
   }
 

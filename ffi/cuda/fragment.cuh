@@ -44,6 +44,10 @@ struct StatePartition {
   __device__ int Col(int c) const { return c / 4 * (N / 2) + 4 * col_group + c % 4; }
 };
 
+__device__ inline float ToFloat(float x) { return x; }
+__device__ inline float ToFloat(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ inline float ToFloat(__half x) { return __half2float(x); }
+
 template <typename G>
 using Fragment = float[G::kRows][G::kCols];
 
@@ -133,6 +137,31 @@ __device__ void StoreState(const G& partition, T* state, const Fragment<G>& s) {
     StoreCols(partition, state + (partition.first_row + i) * G::N, s[i]);
 }
 
+// The same of a state [rows, cols] with at most N of each; what it lacks is 0 in registers.
+template <typename G, typename T>
+__device__ void LoadStatePart(const G& partition, const T* state, int rows, int cols,
+                              Fragment<G>& s) {
+#pragma unroll
+  for (int i = 0; i < G::kRows; ++i)
+#pragma unroll
+    for (int c = 0; c < G::kCols; ++c) {
+      const int row = partition.first_row + i, col = partition.Col(c);
+      s[i][c] = row < rows && col < cols ? ToFloat(state[row * cols + col]) : 0.0f;
+    }
+}
+
+template <typename G>
+__device__ void StoreStatePart(const G& partition, float* state, int rows, int cols,
+                               const Fragment<G>& s) {
+#pragma unroll
+  for (int i = 0; i < G::kRows; ++i)
+#pragma unroll
+    for (int c = 0; c < G::kCols; ++c) {
+      const int row = partition.first_row + i, col = partition.Col(c);
+      if (row < rows && col < cols) state[row * cols + col] = s[i][c];
+    }
+}
+
 // Sums x over the lanes that differ only in the bits kLow to kHigh / 2 of their number; all of them
 // get the sums.
 template <int kLow, int kHigh, int kCount>
@@ -213,10 +242,6 @@ __device__ void Add(Fragment<G>& s, const float (&left)[G::kRows], const float (
     for (int c = 0; c < G::kCols; ++c) s[i][c] = fmaf(left[i], right[c], s[i][c]);
 }
 
-__device__ inline float ToFloat(float x) { return x; }
-__device__ inline float ToFloat(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ inline float ToFloat(__half x) { return __half2float(x); }
-
 template <typename T>
 __device__ T FromFloat(float x);
 template <>
@@ -252,6 +277,26 @@ class TokenLoader {
         const T* row = vectors[1 + piece / (kRowPieces * kTokens)] + first + token * stride;
         mine_[j] = *reinterpret_cast<const Piece*>(row + piece % kRowPieces * kPiece);
       }
+    }
+  }
+
+  // The same where the vectors whose numbers are bits of `of_values` have `values` channels and the others
+  // `keys`, multiples of kPiece and at most N; what they lack is 0. `first` and `stride` count heads.
+  __device__ void FetchPart(const T* const* vectors, uint32_t of_values, int64_t first,
+                            int64_t stride, int count, int keys, int values) {
+    const auto element = [&](int token, int size) { return (first + token * stride) * size; };
+    const int w_col = threadIdx.x * kDecays % G::N;
+    w_ = {};
+    if (DecayToken() < Min(count, kTokens) && w_col < keys)
+      w_ = *reinterpret_cast<const Decays*>(vectors[0] + element(DecayToken(), keys) + w_col);
+#pragma unroll
+    for (int j = 0; j < kMine; ++j) {
+      const int piece = Index(j), token = piece / kRowPieces % kTokens;
+      const int vector = 1 + piece / (kRowPieces * kTokens), col = piece % kRowPieces * kPiece;
+      const int size = of_values >> vector & 1 ? values : keys;
+      mine_[j] = {};
+      if (piece < kPieces && token < count && col < size)
+        mine_[j] = *reinterpret_cast<const Piece*>(vectors[vector] + element(token, size) + col);
     }
   }
 

@@ -47,7 +47,8 @@ struct Cuda {
   template <typename Operator, Pass kPass>
   static ffi::Error Handle(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                            const Attributes& attributes) {
-    CallReader<Operator> reader(kPass, args, rets, attributes, kMaxHeadSize);
+    constexpr bool kPads = std::is_same_v<Operator, Wkv7> && kPass != Pass::kStep;
+    CallReader<Operator> reader(kPass, args, rets, attributes, kMaxHeadSize, kPads);
     auto call = EmptyCall<Operator, kPass>();
     reader.Read(call);
     ReadKeys(reader.operands, call);
@@ -61,6 +62,11 @@ struct Cuda {
     reader.operands.Require(plan.scratch <= reader.scratch.floats,
                             "scratch has X = ", reader.scratch.floats, "; expected at least ",
                             plan.scratch);
+    if constexpr (kPads)
+      reader.operands.Require(
+          plan.matrix_units || problem.RunsByToken(), "r and v have K = ", problem.head_size,
+          " and V = ", problem.value_size,
+          "; expected K = V, a power of two, where the kernels on matrix units do not take a call");
     if constexpr (kPass == Pass::kTransition || kPass == Pass::kReverseTransition)
       reader.operands.Require(
           plan.matrix_units,
@@ -74,7 +80,7 @@ struct Cuda {
 
     if constexpr (kPass == Pass::kForward || kPass == Pass::kBackward)
       if (call.sequences.Given() && problem.rows > 0) {
-        const int64_t halves = reader.TokenSize() * (problem.dtype == Dtype::kF32 ? 2 : 1);
+        const int64_t halves = problem.dtype == Dtype::kF32 ? 2 : 1;
         error = ClearOutside(stream, call.sequences, problem.rows, problem.sequences / problem.rows,
                              problem.tokens, halves, reader.TokenResults(call));
       }

@@ -31,10 +31,13 @@ const char* WhyByToken(const Rules& rules, const Problem& problem) {
   if (problem.exact) return "precision is 'highest'";
   if (problem.dtype == Dtype::kF32 && !rules.takes_float32)
     return "of float32 only forward passes of wkv7 with heads of 64 run on matrix units";
-  if (!rules.takes_head_size) return "only heads of 64 and 128 run on matrix units";
+  if (rules.matrix_head_size == 0)
+    return problem.op == Op::kWkv7
+               ? "only head sizes that are multiples of 8 from 16 to 128 run on matrix units"
+               : "only heads of 64 and 128 run on matrix units";
   static_assert(kTileTokens == 16);
   if (problem.tokens < kTileTokens) return "only 16 or more tokens run on matrix units";
-  if (problem.heads * problem.head_size > kMaxStride) return "a token has too many channels";
+  if (problem.heads * rules.matrix_head_size > kMaxStride) return "a token has too many channels";
   const bool whole = problem.pass == Pass::kForward || problem.pass == Pass::kBackward;
   if (problem.pass == Pass::kStep || (!whole && problem.packing == Packing::kSequences))
     return "there are no such kernels on matrix units";
@@ -71,7 +74,7 @@ void LayOutMatrixUnits(const Rules& rules, const Problem& problem, Plan& plan) {
   const Splits splits{plan.splits, nullptr, plan.transition_floats, plan.split_chunks};
   const int64_t heads_with_transitions = sequences ? problem.heads : problem.AllHeads();
   plan.transitions = Take(heads_with_transitions * splits.Stride(), plan.scratch);
-  plan.gradients = Take(states * StateGradientFloats(problem.head_size), plan.scratch);
+  plan.gradients = Take(states * StateGradientFloats(rules.matrix_head_size), plan.scratch);
   plan.replay_heads = replays ? std::min(states, plan.replay_heads) : 0;
   plan.replay = Take(plan.replay_heads * plan.replay_floats, plan.scratch);
 }
@@ -102,7 +105,7 @@ int64_t MostReplaySplits(const Device& device, const Problem& problem) {
 
 int64_t MostMatrixSplits(const Rules& rules, const Device& device, const Problem& problem) {
   const int64_t heads = problem.rows * problem.heads;
-  return heads == 0 ? 1 : rules.most_splits(device, heads, problem.head_size);
+  return heads == 0 ? 1 : rules.most_splits(device, heads, rules.matrix_head_size);
 }
 
 // The chunks that are shared out among splits. On matrix units all sequences of different lengths have
@@ -121,12 +124,14 @@ Plan MakePlanOfHeads(const Rules& rules, const Device& device, const Problem& pr
   const bool suits = plan.why_by_token == nullptr;
   plan.shared_memory = suits ? rules.shared_memory : 0;
   plan.matrix_units = suits && plan.shared_memory <= device.shared_memory;
+  if (!plan.matrix_units && !problem.RunsByToken()) return plan;
   plan.few_heads = problem.AllHeads() < Scaled(200, device);
   const bool backward = problem.pass == Pass::kBackward;
   if (backward) {
     plan.replay_heads =
         plan.matrix_units ? kFallbackHeads : std::min(problem.AllHeads(), kReplayHeads);
-    plan.replay_floats = rules.replay_floats;
+    plan.replay_floats =
+        rules.replay_floats(plan.matrix_units ? rules.matrix_head_size : problem.head_size);
   } else if (problem.pass != Pass::kForward || !plan.matrix_units) {
     return plan;
   }

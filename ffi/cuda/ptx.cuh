@@ -30,6 +30,13 @@ __device__ inline void Synchronize(int barrier, int threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+// x, of which the compiler knows nothing: what follows from it is computed where it is needed, and not kept in
+// registers from before a loop.
+__device__ inline int Opaque(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 __device__ inline float Exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

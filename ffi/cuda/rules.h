@@ -17,8 +17,8 @@ constexpr int64_t Scaled(int64_t measured, const Device& device) {
 
 // The rules of an operator that has a state for each head, for one problem.
 struct Rules {
-  // Whether its kernels on matrix units take heads of this size.
-  bool takes_head_size;
+  // The head size of its kernels on matrix units for this problem, or 0 if they take no such heads.
+  int64_t matrix_head_size;
   // Whether they take float32 too in this pass, with heads of this size.
   bool takes_float32;
   // Whether those kernels leave gradients of chunks that decay too far for their arithmetic to the
@@ -31,7 +31,7 @@ struct Rules {
   // The floats that tell what a split does to a state.
   int64_t transition_floats;
   // The floats that the kernel that goes token by token backwards needs for each split of a head.
-  int64_t replay_floats;
+  int64_t (*replay_floats)(int64_t head_size);
   // How many inputs are shared by all tokens of a sequence.
   int64_t shared_inputs;
 };

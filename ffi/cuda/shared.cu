@@ -10,15 +10,16 @@ constexpr int kBlocks = 128;  // of each row and result
 constexpr int kMaxResults = 6;
 
 struct Results {
-  uint16_t* of[kMaxResults];
+  TokenResult of[kMaxResults];
 };
 
 __global__ __launch_bounds__(kThreads) void ClearKernel(Sequences sequences,
                                                         int64_t sequences_of_row, int64_t tokens,
-                                                        int64_t size, Results results) {
+                                                        int64_t halves, Results results) {
   const int64_t row = blockIdx.x, start = row * tokens;
   const Span span = sequences.OfRow(row, sequences_of_row, tokens);
-  uint16_t* const to = results.of[blockIdx.z];
+  uint16_t* const to = static_cast<uint16_t*>(results.of[blockIdx.z].data);
+  const int64_t size = results.of[blockIdx.z].size * halves;
   const auto clear = [&](int64_t from, int64_t upto) {
     for (int64_t i = from * size + blockIdx.y * kThreads + threadIdx.x; i < upto * size;
          i += kBlocks * kThreads)
@@ -74,14 +75,14 @@ __global__ __launch_bounds__(kSumThreads) void SumKernel(Sequences sequences, in
 }  // namespace
 
 cudaError_t ClearOutside(cudaStream_t stream, const Sequences& sequences, int64_t rows,
-                         int64_t sequences_of_row, int64_t tokens, int64_t size,
-                         const std::vector<void*>& results) {
+                         int64_t sequences_of_row, int64_t tokens, int64_t halves,
+                         const std::vector<TokenResult>& results) {
   if (rows == 0 || tokens == 0) return cudaSuccess;
   Results all = {};
   unsigned count = 0;
-  for (void* result : results) all.of[count++] = static_cast<uint16_t*>(result);
+  for (const TokenResult& result : results) all.of[count++] = result;
   return Launch(ClearKernel, {rows, kBlocks, count}, kThreads, 0, stream, sequences,
-                sequences_of_row, tokens, size, all);
+                sequences_of_row, tokens, halves, all);
 }
 
 cudaError_t SumPartials(cudaStream_t stream, int64_t count, const Sequences& sequences,

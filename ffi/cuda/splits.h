@@ -129,10 +129,10 @@ struct Splits {
 constexpr Splits kOneSplit = {1, nullptr, 0};
 
 // Clears the tokens [B, T] of results that no sequence has, those before the first and after the last
-// sequence of a row; of each token `size` numbers of 16 bits. There are at most 6 results.
+// sequence of a row. Elements have `halves` times 16 bits. There are at most 6 results.
 cudaError_t ClearOutside(cudaStream_t stream, const Sequences& sequences, int64_t rows,
-                         int64_t sequences_of_row, int64_t tokens, int64_t size,
-                         const std::vector<void*>& results);
+                         int64_t sequences_of_row, int64_t tokens, int64_t halves,
+                         const std::vector<TokenResult>& results);
 
 // The gradient of an input that all tokens share: partial sums [n, columns] and their sums [S, columns].
 struct PartialSums {

@@ -178,11 +178,16 @@ struct StateAccumulator {
   static constexpr int kPanels = N / kPanelCols;
   using State = float[kPanels][8][4];
 
+  // The row of elements 0 and 1 of a fragment; elements 2 and 3 have the eighth after it.
+  static __device__ int FirstRow(unsigned thread = threadIdx.x) {
+    return thread / 32 % (N / 16) * 16 + thread % 32 / 4;
+  }
+
   // Calls fn(index, panel, fragment, element) for elements 0 and 2 of each fragment, where `index`
   // is that of the element in the state. Elements 1 and 3 follow them.
   template <typename Fn>
   static __device__ void ForEachPair(Fn&& fn) {
-    const int row = threadIdx.x / 32 % (N / 16) * 16 + Lane() / 4, col = 2 * (Lane() % 4);
+    const int row = FirstRow(), col = 2 * (Lane() % 4);
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel)
 #pragma unroll
@@ -196,6 +201,46 @@ struct StateAccumulator {
     ForEachPair([&](int index, int panel, int fragment, int e) {
       const float2 pair = *reinterpret_cast<const float2*>(from + index);
       s[panel][fragment][e] = pair.x, s[panel][fragment][e + 1] = pair.y;
+    });
+  }
+
+  // Calls fn(present, index, panel, fragment, element) in the same way where the state is [rows, cols] of at most
+  // N each, and columns are multiples of 8.
+  template <typename Fn>
+  static __device__ void ForEachPairOf(int rows, int cols, Fn&& fn) {
+    const int row = FirstRow(), col = 2 * (Lane() % 4);
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int panel = 0; panel < kPanels; ++panel)
+#pragma unroll
+        for (int fragment = 0; fragment < 8; ++fragment) {
+          const int first = 64 * panel + 8 * fragment;
+          fn(row + 8 * half < rows && first < cols, (row + 8 * half) * cols + first + col, panel,
+             fragment, 2 * half);
+        }
+  }
+
+  // Load, Store and StoreRounded of such a state; what it lacks is 0 in registers.
+  static __device__ void LoadPart(const float* from, int rows, int cols, State& s) {
+    ForEachPairOf(rows, cols, [&](bool present, int index, int panel, int fragment, int e) {
+      float2 pair = {};
+      if (present) pair = *reinterpret_cast<const float2*>(from + index);
+      s[panel][fragment][e] = pair.x, s[panel][fragment][e + 1] = pair.y;
+    });
+  }
+  static __device__ void StorePart(const State& s, int rows, int cols, float* to) {
+    ForEachPairOf(rows, cols, [&](bool present, int index, int panel, int fragment, int e) {
+      if (present)
+        *reinterpret_cast<float2*>(to + index) = {s[panel][fragment][e], s[panel][fragment][e + 1]};
+    });
+  }
+  static __device__ void StorePartRounded(const State& s, int rows, int cols, uint4* to) {
+    const int thread = Opaque(threadIdx.x), row = FirstRow(thread), piece = thread % 4;
+    rows = Opaque(rows), cols = Opaque(cols);
+    to += row * (cols / 8) + piece;
+    ForEachPiece(s, [&](int down, int along, const uint4& words) {
+      if (row + down < rows && 8 * (piece + along) < cols) to[down * (cols / 8) + along] = words;
     });
   }
 
@@ -221,11 +266,19 @@ struct StateAccumulator {
     }
   }
 
-  // Stores a state as bfloat16, in pieces of eight columns. Four lanes have four pieces of a row,
-  // each lane a word of every piece; they trade words so that each lane has a piece.
+  // Stores a state as bfloat16.
   static __device__ void StoreRounded(const State& s, uint4* to) {
+    to += FirstRow() * (N / 8) + Lane() % 4;
+    ForEachPiece(
+        s, [&](int down, int along, const uint4& words) { to[down * (N / 8) + along] = words; });
+  }
+
+  // Calls fn(down, along, words) with pieces of eight columns of bfloat16, so many rows and pieces from row
+  // FirstRow() and piece Lane() % 4. Four lanes have four pieces of a row, each lane a word of every piece; they
+  // trade words so that each lane has a piece.
+  template <typename Fn>
+  static __device__ void ForEachPiece(const State& s, Fn&& fn) {
     const int lane = Lane();
-    to += (threadIdx.x / 32 % (N / 16) * 16 + lane / 4) * (N / 8) + lane % 4;
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel)
 #pragma unroll
@@ -244,7 +297,7 @@ struct StateAccumulator {
         trade(1, word[2], word[3]);
         trade(2, word[0], word[2]);
         trade(2, word[1], word[3]);
-        to[4 * e * (N / 8) + 8 * panel + fragment] = {word[0], word[1], word[2], word[3]};
+        fn(4 * e, 8 * panel + fragment, uint4{word[0], word[1], word[2], word[3]});
       }
   }
 

@@ -59,7 +59,7 @@ class NativeKernels(Implementation):
     """C++ kernels on CPUs and CUDA kernels on GPUs, compiled as XLA FFI targets.
 
     signature: the operands. Their order is that of the targets.
-    head_sizes: for each platform the sizes K = V that its kernels take; None without heads.
+    head_sizes: for each platform the sizes K = V that all of its kernels take; None without heads.
     has_transitions: whether there are targets for transitions on CUDA.
     """
 
@@ -85,12 +85,17 @@ class NativeKernels(Implementation):
         if self.head_sizes is None:
             return None
         accepted = self.head_sizes[platform]
-        if sizes["K"] != sizes["V"] or sizes["K"] not in accepted:
-            return (
-                f"K = {sizes['K']} and V = {sizes['V']}; the {platform} kernels take K = V out of "
-                + ", ".join(map(str, accepted))
-            )
-        return None
+        if sizes["K"] == sizes["V"] and sizes["K"] in accepted:
+            return None
+        reason = (
+            f"K = {sizes['K']} and V = {sizes['V']}; the {platform} kernels take K = V out of "
+            + ", ".join(map(str, accepted))
+        )
+        if platform == "cpu" or "T" not in sizes:
+            return reason
+        # Those on matrix units take more sizes.
+        whys = [why for why in self.why_by_token(options, platform, operands) if why]
+        return f"{reason}; {whys[0]}" if whys else None
 
     def takes_sequences(self, platform: str) -> bool:
         return True
@@ -157,6 +162,7 @@ class NativeKernels(Implementation):
             "sequences": count,
             "heads": sizes["H"] if "H" in sizes else sizes["C"],
             "head_size": sizes.get("K", 1),
+            "value_size": sizes.get("V", 1),
             "saves": int(options.save),
         }
 

@@ -224,9 +224,14 @@ def pretend(monkeypatch: pytest.MonkeyPatch, platform: str, reason: str | None) 
 
 
 def _plan(op: str, name: str, **problem: int) -> dict[str, Any]:
-    """The plan of a large GPU, as far as operators of heads of 64 are concerned."""
+    """The plan of a large GPU, as far as operators with heads are concerned."""
+    sizes = {problem["head_size"], problem["value_size"]}
     suits = problem["dtype"] != kernels.DTYPES["float32"] and problem["tokens"] >= TILE
-    return {"why": "" if suits else "it has few tokens, or float32"}
+    if op == "wkv7":
+        suits &= all(16 <= size <= 128 and size % 8 == 0 for size in sizes)
+    else:
+        suits &= sizes in ({64}, {128})
+    return {"why": "" if suits else "it has few tokens, float32, or other heads"}
 
 
 def native_module(platform: str) -> Any:

@@ -54,6 +54,8 @@
 // operand of the next, and sums over tokens run along rows, each of which belongs to one warp. The
 // traffic of shared memory bounds the speed of the kernel.
 //
+// K and V may be less than the N of a kernel, as in scan.cu.
+//
 // Phases, and the barrier after each. A panel has 64 channels, a half has 32 tokens. Two warpgroups
 // share a panel; in most phases one has the first half of the tokens, the other the second.
 //
@@ -415,6 +417,8 @@ template <typename T, int N, bool kMarked, bool kFramed, typename Call>
 class ChunkGradients {
  public:
   static constexpr bool kKeyed = std::is_same_v<Call, Wkv7KeyedBackwardCall>;
+  // Whether heads have no other K and V than N.
+  static constexpr bool kFilled = !kMarked || kKeyed;
   using L = GradientLayout<N>;
   using B = GradientBarriers<N>;
   static constexpr int kTiles = N / kTileTokens;
@@ -450,8 +454,9 @@ class ChunkGradients {
     const int64_t first_token = chunk * kChunk;
     constexpr int kWords = kChunkTokens / kWordTokens;
     marks_index = row * static_cast<int>(call.marks.per_row / kWords) + chunk;
-    stride = static_cast<int>(heads * N);
-    first = (span.first_token + first_token) * stride + head * N;
+    constexpr int kUnit = kFilled ? N : 1;
+    stride = static_cast<int>(heads * kUnit);
+    first = (span.first_token + first_token) * stride + head * kUnit;
     const int64_t left_tokens = span.tokens - first_token;
     tokens = static_cast<int>(left_tokens < kChunkTokens ? left_tokens : kChunkTokens);
     return true;
@@ -461,36 +466,45 @@ class ChunkGradients {
   // A state comes in registers if it is scaled before it is stored.
   __device__ __forceinline__ void LoadChunk(const uint4* gradients, StatePieces& state) const {
     const uint64_t absent = LoadMarks().absent;
-    const auto copy = [&](int to, const void* from) {
+    const auto copy = [&](int to, const void* from, int size) {
 #pragma unroll
       for (int i = 0; i < kChunkTokens * kRowPieces / L::kThreads; ++i) {
         const int index = threadIdx.x + i * L::kThreads;
         const int row = index / kRowPieces, piece = index % kRowPieces;
-        const bool present = row < tokens && (absent >> row & 1) == 0;
-        CopyAsync(
-            PieceAddress(shared + to + piece / 8 * L::kPanelBytes, row, piece % 8),
-            static_cast<const T*>(from) + first + static_cast<int64_t>(row) * stride + piece * 8,
-            present);
+        const bool present = row < tokens && (absent >> row & 1) == 0 && Has(piece, size);
+        CopyAsync(PieceAddress(shared + to + piece / 8 * L::kPanelBytes, row, piece % 8),
+                  static_cast<const T*>(from) + ElementOf(row, size) + piece * 8, present);
       }
     };
-    copy(L::kDz, call.w);
+    copy(L::kDz, call.w, KeySize());
     CommitCopies();
     if constexpr (kKeyed) {
-      copy(L::kBh, call.a);  // the rate
+      copy(L::kBh, call.a, N);  // the rate
       CopyKeyFactors(absent);
     } else {
-      copy(L::kAt, call.a);
-      copy(L::kBh, call.b);
+      copy(L::kAt, call.a, KeySize());
+      copy(L::kBh, call.b, KeySize());
     }
-    copy(L::kKh, call.k);
-    copy(L::kRt, call.r);
+    copy(L::kKh, call.k, KeySize());
+    copy(L::kRt, call.r, KeySize());
     if constexpr (kBf16) CommitCopies();  // else v and dy are converted with the scaled operands
-    copy(L::kV, call.v);
-    copy(L::kDy, call.dy);
+    copy(L::kV, call.v, ValueSize());
+    copy(L::kDy, call.dy, ValueSize());
     const int64_t index = static_cast<int64_t>(blockIdx.x) * kStatePieces + threadIdx.x;
+    const uint4* const states = static_cast<const uint4*>(call.states);
 #pragma unroll
     for (int i = 0; i < kStateSteps; ++i) {
-      state.s0[i] = static_cast<const uint4*>(call.states)[index + i * L::kThreads];
+      if constexpr (kFilled) {
+        state.s0[i] = states[index + i * L::kThreads];
+      } else {
+        const int row = (threadIdx.x + i * L::kThreads) / kRowPieces;
+        const int piece = threadIdx.x % kRowPieces;
+        state.s0[i] = {};
+        if (row < ValueSize() && Has(piece, KeySize()))
+          state.s0[i] =
+              states[(static_cast<int64_t>(blockIdx.x) * ValueSize() + row) * (KeySize() / 8) +
+                     piece];
+      }
       if constexpr (kFramed)
         state.ds[i] = gradients[index + i * L::kThreads];
       else
@@ -759,7 +773,7 @@ class ChunkGradients {
     const uint32_t staged = At(panel == 0 ? L::kM : L::kAak);
     WarpChannels{staged, warp}.template StoreSum<T>(0, dv);
     WaitForWarpgroup();
-    WriteRows(staged, 0, kChunkTokens, call.dv);
+    WriteRows(staged, 0, kChunkTokens, call.dv, ValueSize());
     WaitForValues();
   }
 
@@ -888,7 +902,7 @@ class ChunkGradients {
     }
     OwnChannels(L::kAt).template StoreSum<T>(FirstTile(), reads);
     __syncthreads();
-    WriteRows(OwnPanel(L::kAt), half * kHalfTokens, kHalfTokens, call.dw);
+    WriteRows(OwnPanel(L::kAt), half * kHalfTokens, kHalfTokens, call.dw, KeySize());
   }
 
   // Lets L2 fetch what KeysGradients will read, of which it may still have k and the rate. Without this, nvcc
@@ -967,9 +981,17 @@ class ChunkGradients {
  private:
   // The marks are read again wherever they are needed: there are no registers to keep them.
   __device__ ChunkMarks LoadMarks() const {
-    return kMarked && (!kFramed || call.marks.Given())
-               ? ChunkMarks(reinterpret_cast<const uint4*>(call.marks.words)[marks_index])
-               : ChunkMarks();
+    if (!kMarked || (!kKeyed && !call.marks.Given())) return ChunkMarks();
+    return ChunkMarks(reinterpret_cast<const uint4*>(call.marks.words)[marks_index]);
+  }
+  // K and V.
+  __device__ int KeySize() const { return kFilled ? N : static_cast<int>(call.dims.head_size); }
+  __device__ int ValueSize() const { return kFilled ? N : static_cast<int>(call.dims.value_size); }
+  // Whether a head of `size` channels has a piece, and the first element of the head in a token of the chunk.
+  static __device__ bool Has(int piece, int size) { return kFilled || 8 * piece < size; }
+  __device__ int64_t ElementOf(int row, int size) const {
+    const int64_t at = first + static_cast<int64_t>(row) * stride;
+    return kFilled ? at : at * size;
   }
   __device__ float* Sums() const { return reinterpret_cast<float*>(memory + L::kSums); }
   // With kFramed: [frames, N] of c / 2 + kCentre.
@@ -1081,14 +1103,13 @@ class ChunkGradients {
     WarpMultiplyHalf(sum, log_decays, ones.a[fragment], ones.a[fragment + 2]);
   }
 
-  // Writes rows of a panel to global memory, after all warps of this warpgroup have stored their
-  // channels there.
-  __device__ void WriteRows(uint32_t staged, int first_row, int rows, void* out) const {
+  // Writes rows of a panel to global memory, to an array with heads of `size` channels, after all warps of this
+  // warpgroup have stored their channels there.
+  __device__ void WriteRows(uint32_t staged, int first_row, int rows, void* out, int size) const {
     for (int i = threadIdx.x % 128 / 8; i < rows; i += 16) {
       const int row = first_row + i, piece = threadIdx.x % 8;
-      if (row < tokens)
-        *reinterpret_cast<uint4*>(static_cast<T*>(out) + first +
-                                  static_cast<int64_t>(row) * stride + kPanelCols * panel +
+      if (row < tokens && Has(8 * panel + piece, size))
+        *reinterpret_cast<uint4*>(static_cast<T*>(out) + ElementOf(row, size) + kPanelCols * panel +
                                   piece * 8) =
             *reinterpret_cast<const uint4*>(memory + PieceAddress(staged - shared, row, piece));
     }
@@ -1104,8 +1125,8 @@ class ChunkGradients {
     OwnChannels(second_staged).template StoreSum<T>(FirstTile(), pair[1]);
     if constexpr (kKeyed) return;
     WaitForWarpgroup();
-    WriteRows(OwnPanel(first_staged), half * kHalfTokens, kHalfTokens, first_out);
-    WriteRows(OwnPanel(second_staged), half * kHalfTokens, kHalfTokens, second_out);
+    WriteRows(OwnPanel(first_staged), half * kHalfTokens, kHalfTokens, first_out, KeySize());
+    WriteRows(OwnPanel(second_staged), half * kHalfTokens, kHalfTokens, second_out, KeySize());
   }
 
   // The left operand of two products, by its offset, and their right operands.
@@ -1184,7 +1205,8 @@ class ChunkGradients {
                                                  const Along& right, int frame) const {
     if (!kFramed || one_frame) {
       Product<false, kTiles>(warp, sum, left, right);
-      if constexpr (kFramed) Finish(sum);  // else ptxas serialises products, for the other way is none
+      if constexpr (kFramed)
+        Finish(sum);  // else ptxas serialises products, for the other way is none
       return;
     }
     ForEachElement<8>([&](int fragment, int e) { sum[fragment][e] = 0.0f; });
@@ -1310,9 +1332,10 @@ class ChunkGradients {
   const uint32_t shared;
   const int warp, group;  // the warp in its warpgroup, and the warpgroup
   const int panel, half;
-  int marks_index;        // of this chunk among the chunks of all rows
-  int64_t first;          // the element of the first token of the chunk
-  int stride, tokens;     // elements from token to token; tokens of the chunk
+  int marks_index;     // of this chunk among the chunks of all rows
+  int64_t first;       // the element of the first token of the chunk
+  int stride, tokens;  // elements from token to token; tokens of the chunk
+  // Unless kFilled, `first` and `stride` count heads.
   bool one_frame = true;  // whether all c of the chunk are the same
 };
 
@@ -1366,7 +1389,8 @@ cudaError_t LaunchGradients(cudaStream_t stream, const Call& call, const uint4* 
   if (call.dims.tokens == 0) return cudaSuccess;
   const int64_t rows = call.sequences.Given() ? 1 : call.dims.batch;
   const int64_t blocks = rows * call.dims.saved * call.dims.heads;
-  return ForHalfTypes<kHeadSizes...>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
+  const int64_t head_size = MatrixHeadSize(call.dims);
+  return ForHalfTypes<kHeadSizes...>(call.dtype, head_size, [&](auto zero, auto size) {
     using L = GradientLayout<size()>;
     const auto launch = [&](auto marked, auto framed) {
       return Launch(GradientKernel<decltype(zero), size(), marked(), framed(), Call>, blocks,
@@ -1374,7 +1398,8 @@ cudaError_t LaunchGradients(cudaStream_t stream, const Call& call, const uint4* 
     };
     if constexpr (!std::is_same_v<Call, Wkv7KeyedBackwardCall>)
       if (steep != nullptr) return launch(std::true_type(), std::true_type());
-    return ForMarks(call.marks, [&](auto marked) { return launch(marked, std::false_type()); });
+    const auto bounded = [&](auto marked) { return launch(marked, std::false_type()); };
+    return FillsMatrixHead(call.dims) ? ForMarks(call.marks, bounded) : bounded(std::true_type());
   });
 }
 

@@ -46,8 +46,22 @@ cudaError_t Wkv7SteepChunks(cudaStream_t stream, const Wkv7BackwardCall& call,
                             const ReplayScratch& scratch, const uint4* gradients,
                             const uint32_t* steep);
 
-// --- Kernels on matrix units (scan.cu, gradients.cu): any decay; 16-bit dtypes, head sizes 64 and 128, saved
-// states in bfloat16; of the first Wkv7Scan also float32, head size 64, saved states in float32.
+// --- Kernels on matrix units (scan.cu, gradients.cu): any decay; 16-bit dtypes, K and V in multiples of kHeadPiece up
+// to 128, saved states in bfloat16; of the first Wkv7Scan also float32, K and V of 64, saved states in float32.
+// There are kernels for heads of 64 and of 128, which fill up others with zeros where they have them on the chip,
+// and in the scratch.
+
+constexpr int64_t MatrixHeadSize(int64_t keys, int64_t values) {
+  return keys <= 64 && values <= 64 ? 64 : 128;
+}
+constexpr int64_t MatrixHeadSize(const HeadDims& dims) {
+  return MatrixHeadSize(dims.head_size, dims.value_size);
+}
+// Whether a head fills those kernels. If it does not, the kernels for calls with marks take it.
+constexpr bool FillsMatrixHead(const HeadDims& dims) {
+  const int64_t size = MatrixHeadSize(dims);
+  return dims.head_size == size && dims.value_size == size;
+}
 
 // A run of tokens takes a state S to S M + D. The transition of a split is D, which becomes the state at its
 // end, and then M.
@@ -62,7 +76,8 @@ cudaError_t Wkv7Scan(cudaStream_t stream, const Wkv7ForwardCall& call, const Dev
 cudaError_t Wkv7Scan(cudaStream_t stream, const Wkv7KeyedForwardCall& call, const Device& device,
                      const Splits& splits);
 
-// Leaves the gradients of the states at the ends of chunks, [B, N, H, V, K] of bfloat16.
+// Leaves the gradients of the states at the ends of chunks, [B, N, H, V, K] of bfloat16 with MatrixHeadSize for V
+// and K.
 cudaError_t Wkv7ReverseScan(cudaStream_t stream, const Wkv7BackwardCall& call, const Device& device,
                             const Splits& splits, uint4* gradients);
 cudaError_t Wkv7ReverseScan(cudaStream_t stream, const Wkv7KeyedBackwardCall& call,

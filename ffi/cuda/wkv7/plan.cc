@@ -23,17 +23,20 @@ int64_t MostSplits(const Device& device, int64_t heads, int64_t head_size) {
 }  // namespace
 
 Rules Wkv7Rules(const Problem& problem) {
-  const int64_t scan =
-      Wkv7ScanSharedMemory(problem.pass, problem.dtype, problem.head_size, problem.decay);
-  const int64_t gradients = Wkv7GradientSharedMemory(problem.head_size);
-  const bool takes_float32 = problem.head_size == 64 && problem.pass == Pass::kForward;
-  return {problem.head_size == 64 || problem.head_size == 128,
-          takes_float32,
+  const int64_t keys = problem.head_size, values = problem.value_size;
+  const bool suits = keys % kHeadPiece == 0 && values % kHeadPiece == 0 &&
+                     std::min(keys, values) >= kMinHeadSize &&
+                     std::max(keys, values) <= kMaxHeadSize;
+  const int64_t size = MatrixHeadSize(keys, values);
+  const int64_t scan = Wkv7ScanSharedMemory(problem.pass, problem.dtype, size, problem.decay);
+  const int64_t gradients = Wkv7GradientSharedMemory(size);
+  return {suits ? size : 0,
+          keys == 64 && values == 64 && problem.pass == Pass::kForward,
           problem.decay != Decay::kSigmoid,
           problem.pass == Pass::kBackward ? std::max(scan, gradients) : scan,
           MostSplits,
-          TransitionSize(problem.head_size),
-          ScratchSize(problem.head_size),
+          TransitionSize(size),
+          ScratchSize,
           0};  // no input is shared by tokens
 }
 

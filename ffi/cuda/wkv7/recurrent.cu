@@ -246,12 +246,12 @@ __device__ void Copy(const Fragment<G>& from, Fragment<G>& to) {
 
 // Takes one token backwards. `ds` enters as the gradient of S_t without the term of y_t and leaves
 // as the gradient of S_{t-1}. The sums over the rows of this warp go to `sums`, and dv_t to `dv`
-// unless it is null.
-template <typename T, typename G, bool kMarked>
+// unless it is null; if kPart, dv_t has `values` elements.
+template <typename T, typename G, bool kPart, bool kMarked>
 __device__ void BackwardToken(const G& partition, const TokenView<G::N, kReplayTokens>& at,
                               const float* slope_row, const float* sa_row, TileMarks<kMarked> marks,
                               const Fragment<G>& s_before, Fragment<G>& ds, float (*sums)[G::N],
-                              T* dv) {
+                              T* dv, int values) {
   constexpr int kRows = G::kRows, kCols = G::kCols;
   float dy[kRows], v[kRows], sa[kRows], dsa[kRows], dv_rows[kRows];
   float r[kCols], b[kCols], k[kCols], d[kCols], a[kCols], slope[kCols];
@@ -305,16 +305,16 @@ __device__ void BackwardToken(const G& partition, const TokenView<G::N, kReplayT
 #pragma unroll
       for (int c = 0; c < kLeft; ++c) sums[which][partition.Col(first + c)] = column[which][c];
   const int first_dv = ReduceScatter<1, G::kColGroups>(dv_rows, partition.lane);
-  if (first_dv >= 0 && dv != nullptr)
+  if (first_dv >= 0 && dv != nullptr && (!kPart || partition.first_row + first_dv < values))
     dv[partition.first_row + first_dv] = FromFloat<T>(marks.Absent(at.token) ? 0.0f : dv_rows[0]);
 }
 
 // Adds up the sums of all warps and writes the gradients of `count` tokens. The first token is at
-// element `first` of each array.
-template <typename T, typename G, int kTokens, bool kMarked>
+// element `first` of each array. If kPart, a token has `keys` elements, and `first` and `stride` count heads.
+template <typename T, typename G, bool kPart, int kTokens, bool kMarked>
 __device__ void WriteColumnSums(const float (&sums)[kTokens][G::kWarps][kColumnSums][G::N],
                                 int count, TileMarks<kMarked> marks, int64_t first, int64_t stride,
-                                const Gradients<T>& out) {
+                                const Gradients<T>& out, int keys) {
   T* const gradients[kColumnSums] = {out.r, out.w, out.k, out.a, out.b};
   constexpr int kPiece = 4;
   struct alignas(kPiece * sizeof(T)) Piece {
@@ -324,6 +324,7 @@ __device__ void WriteColumnSums(const float (&sums)[kTokens][G::kWarps][kColumnS
   for (int which = 0; which < kColumnSums; ++which) {
     for (int i = kPiece * threadIdx.x; i < count * G::N; i += kPiece * G::kThreads) {
       const int t = i / G::N, col = i % G::N;
+      if (kPart && col >= keys) continue;
       float sum[kPiece] = {};
 #pragma unroll
       for (int warp = 0; warp < G::kWarps; ++warp)
@@ -332,7 +333,8 @@ __device__ void WriteColumnSums(const float (&sums)[kTokens][G::kWarps][kColumnS
       Piece piece;
 #pragma unroll
       for (int e = 0; e < kPiece; ++e) piece.x[e] = FromFloat<T>(marks.Absent(t) ? 0.0f : sum[e]);
-      *reinterpret_cast<Piece*>(gradients[which] + first + t * stride + col) = piece;
+      const int64_t token = first + t * stride;
+      *reinterpret_cast<Piece*>(gradients[which] + (kPart ? token * keys : token) + col) = piece;
     }
   }
 }
@@ -350,11 +352,23 @@ __device__ void ReplayToken(const G& partition, const TokenView<G::N, kTokens>& 
 
 // The chunks that are left to this kernel, which may be of any head: their numbers in [chunks, H], of
 // which there are numbers[0], and the gradients of the states behind all chunks, [chunks, H, N, N].
-// Without numbers there are none.
+// Without numbers there are none. Heads may have K and V below N.
 struct SteepChunks {
   const uint32_t* numbers;
   const void* gradients;
+  int keys, values;
 };
+
+// Fetches tokens; if kPart, `first` and `stride` count heads.
+template <bool kPart, typename Loader, typename T>
+__device__ void FetchTokens(Loader& loader, const T* const* vectors, int64_t first, int64_t stride,
+                            int count, const SteepChunks& chunks) {
+  if constexpr (kPart)
+    loader.FetchPart(vectors, 1u << kV | 1u << kDy, first, stride, count, chunks.keys,
+                     chunks.values);
+  else
+    loader.Fetch(vectors, first, stride, count);
+}
 
 // A split takes its chunks from the last to the first. In a chunk there are two phases:
 //   - The whole chunk is replayed once from its saved state. That leaves in the scratch the state
@@ -373,6 +387,8 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
   RWKV_JAX_DYNAMIC_SHARED(16, memory);
   using Shared = BackwardShared<G, kKeeps>;
   constexpr bool kLarge = Shared::kLarge;
+  // Whether K and V may be below N.
+  constexpr bool kPart = kSteep && kMarked;
   auto& shared = *reinterpret_cast<Shared*>(memory);
   constexpr int kRows = G::kRows;
   const G partition;
@@ -385,7 +401,8 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
     const int64_t split = kSteep ? 0 : lot.Split(), length = kSteep ? 1 : lot.Length(chunks);
     const int64_t first_chunk = kSteep ? number / heads - head.span.first_chunk : split * length;
     const int64_t last_chunk = first_chunk + length < chunks ? first_chunk + length : chunks;
-    const int64_t stride = head.TokenStride();
+    constexpr int kUnit = kPart ? N : 1;  // elements of what tokens are counted in
+    const int64_t stride = head.TokenStride() / kUnit;
     float* const ds_end =
         lot.Scratch(kSteep ? lot.first_head + blockIdx.x : head.turn, split, ScratchSize(N));
     float* const quad_states = ds_end + N * N;
@@ -401,7 +418,7 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
 
     for (int64_t chunk = last_chunk - 1; chunk >= first_chunk; --chunk) {
       const int64_t start = chunk * kChunk;
-      const int64_t first_token = head.FirstToken() + start * stride;
+      const int64_t first_token = head.FirstToken() / kUnit + start * stride;
       const int in_chunk = static_cast<int>(tokens - start < kChunk ? tokens - start : kChunk);
       const int quads = (in_chunk + kReplayTokens - 1) / kReplayTokens;
       const auto count_of = [&](int quad) {
@@ -409,19 +426,25 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
       };
       const auto token_of = [&](int quad) { return first_token + quad * kReplayTokens * stride; };
       const auto marks_of = [&](int quad) {
+        if (kPart && !marks.Given()) return TileMarks<kMarked>();
         return LoadMarks<kMarked>(marks, head.sequence, start + quad * kReplayTokens);
       };
       // The state before a quad, before the first token of the quad may clear it.
       const auto load_state = [&](int quad, Fragment<G>& s) {
         if (quad > 0)
           LoadState(partition, quad_states + (quad - 1) * N * N, s);
+        else if constexpr (kPart)
+          LoadStatePart(partition,
+                        static_cast<const __nv_bfloat16*>(states.data) +
+                            head.SavedState(chunk) / (N * N) * (steep.values * steep.keys),
+                        steep.values, steep.keys, s);
         else
           states.Load(partition, head.SavedState(chunk), s);
       };
 
       load_state(0, s);
       TokenLoader<T, G, kReplayVectors, kReplayTokens> replay_loader;
-      replay_loader.Fetch(inputs.x, token_of(0), stride, count_of(0));
+      FetchTokens<kPart>(replay_loader, inputs.x, token_of(0), stride, count_of(0), steep);
       TileMarks<kMarked> own, next_own = marks_of(0);
       replay_loader.template Store<false>(shared.tokens[0], nullptr, count_of(0), next_own, decay);
       __syncthreads();
@@ -429,7 +452,8 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
         const bool more = quad + 1 < quads;
         own = next_own;
         if (more) {
-          replay_loader.Fetch(inputs.x, token_of(quad + 1), stride, count_of(quad + 1));
+          FetchTokens<kPart>(replay_loader, inputs.x, token_of(quad + 1), stride,
+                             count_of(quad + 1), steep);
           next_own = marks_of(quad + 1);
         }
         if (quad > 0) StoreState(partition, quad_states + (quad - 1) * N * N, s);
@@ -454,7 +478,7 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
       TokenLoader<T, G, kBackwardVectors, kReplayTokens> loader;
       float4 sa_piece;
       const auto fetch = [&](int quad) {
-        loader.Fetch(inputs.x, token_of(quad), stride, count_of(quad));
+        FetchTokens<kPart>(loader, inputs.x, token_of(quad), stride, count_of(quad), steep);
         next_own = marks_of(quad);
         if (4 * threadIdx.x < kReplayTokens * N)
           sa_piece = *reinterpret_cast<const float4*>(chunk_sa + quad * kReplayTokens * N +
@@ -505,13 +529,15 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
           } else if (t < kReplayTokens - 1) {
             if constexpr (kKeeps) Recall<G>(shared.kept.of[t > 0 ? t - 1 : 2], s);
           }
-          BackwardToken<T, G>(partition, {shared.tokens[stage], t}, shared.slope[stage] + t * N,
-                              shared.sa[stage] + t * N, own, s, ds,
-                              sums[t % Shared::kSumTokens][threadIdx.x / 32],
-                              t < count ? out.v + token(t) : nullptr);
+          BackwardToken<T, G, kPart>(
+              partition, {shared.tokens[stage], t}, shared.slope[stage] + t * N,
+              shared.sa[stage] + t * N, own, s, ds, sums[t % Shared::kSumTokens][threadIdx.x / 32],
+              t < count ? out.v + (kPart ? token(t) * steep.values : token(t)) : nullptr,
+              steep.values);
           if constexpr (kLarge) {
             __syncthreads();
-            WriteColumnSums<T, G>(sums, t < count, own.From(t), token(t), stride, out);
+            WriteColumnSums<T, G, kPart>(sums, t < count, own.From(t), token(t), stride, out,
+                                         steep.keys);
             __syncthreads();
           }
         }
@@ -519,11 +545,17 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
         __syncthreads();
         // While a warp still reads these sums, other warps may be at the next quad, whose sums are in
         // the other stage.
-        if constexpr (!kLarge) WriteColumnSums<T, G>(sums, count, own, token(0), stride, out);
+        if constexpr (!kLarge)
+          WriteColumnSums<T, G, kPart>(sums, count, own, token(0), stride, out, steep.keys);
       }
     }
-    if ((kSteep ? first_chunk : split) == 0)
-      StoreState(partition, out.initial_state + head.State(), ds);
+    if ((kSteep ? first_chunk : split) == 0) {
+      if constexpr (kPart)
+        StoreStatePart(partition, out.initial_state + head.index * steep.values * steep.keys,
+                       steep.values, steep.keys, ds);
+      else
+        StoreState(partition, out.initial_state + head.State(), ds);
+    }
     if constexpr (!kSteep) break;
   }
 }
@@ -599,12 +631,15 @@ cudaError_t Wkv7SteepChunks(cudaStream_t stream, const Wkv7BackwardCall& call,
                             const ReplayScratch& scratch, const uint4* gradients,
                             const uint32_t* steep) {
   if (scratch.heads == 0) return cudaSuccess;
-  return ForHalfTypes<64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
-    return ForMarks(call.marks, [&](auto marked) {
+  return ForHalfTypes<64, 128>(call.dtype, MatrixHeadSize(call.dims), [&](auto zero, auto size) {
+    const auto launch = [&](auto marked) {
       // Steep chunks are rare: one kernel for every device will do.
       return LaunchBackward<decltype(zero), size(), marked(), false, true>(
-          stream, call, {0, scratch}, scratch.heads, {steep, gradients});
-    });
+          stream, call, {0, scratch}, scratch.heads,
+          {steep, gradients, static_cast<int>(call.dims.head_size),
+           static_cast<int>(call.dims.value_size)});
+    };
+    return FillsMatrixHead(call.dims) ? ForMarks(call.marks, launch) : launch(std::true_type());
   });
 }
 

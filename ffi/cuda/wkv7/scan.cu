@@ -50,8 +50,12 @@
 // tile t + kStages take the place of tile t. Only ScaleOperands waits for copies, at the
 // CopyBarrier of their place in shared memory.
 //
+// There are kernels for heads of N = 64 and N = 128. K and V may be less: operands and states are then filled
+// up with zeros where they are loaded, and results are stored as far as the head has them. A channel of zeros
+// changes nothing, whatever its decay. Such heads have the kernels that are compiled for marks.
+//
 // Floats are multiplied in terms (matrix.cuh), which ScaleOperands puts in their place. One kernel takes them
-// with any decay: that for decays without a bound.
+// with any decay: that for decays without a bound. Their K and V are 64.
 //
 // In a keyed call ScaleOperands first makes k, a and b, as wkv7_keys does (layers/wkv7_keys.cu), from the
 // projected k and the rate, which are copied to two of their three places.
@@ -661,6 +665,8 @@ class ScanBlock {
  public:
   using L = ScanLayout<T, N, kOutput, kWork, kKind>;
   static constexpr bool kKeyed = L::kKeyed, kUnbounded = L::kUnbounded;
+  // Whether heads have no other K and V than N.
+  static constexpr bool kFilled = !kMarked || kKeyed || L::kTerms > 1;
   static constexpr bool kTogether = kWork == Work::kTogether;
   static_assert(!kTogether || N == kPanelCols, "a warpgroup advances 64 rows of a state");
   static_assert(!kKeyed || N == kPanelCols, "a keyed call has heads of 64");
@@ -703,12 +709,12 @@ class ScanBlock {
     tokens = static_cast<int>(left < most ? left : most);
     tiles = tokens > 0 ? (tokens + kTileTokens - 1) / kTileTokens : 0;
 
-    const int piece = threadIdx.x % 8;
     copy_row = threadIdx.x % 128 / 8;
-    copy_to = PieceAddress(0, copy_row, piece);
-    stride = static_cast<int>(scan.dims.heads * N);
-    first = (span.first_token + first_token) * stride + (head - sequence * scan.dims.heads) * N +
-            (L::kTerms == 1 ? 8 * piece : piece / 2 * 16 + piece % 2 * 4);
+    copy_to = PieceAddress(0, copy_row, Piece());
+    stride = static_cast<int>(scan.dims.heads * kUnit);
+    const int piece_column = L::kTerms == 1 ? 8 * Piece() : Piece() / 2 * 16 + Piece() % 2 * 4;
+    first = (span.first_token + first_token) * stride +
+            (head - sequence * scan.dims.heads) * kUnit + (kFilled ? piece_column : 0);
     return true;
   }
 
@@ -771,6 +777,7 @@ class ScanBlock {
   __device__ bool OnState() const { return warpgroup < L::kPanels; }
 
  private:
+  static constexpr int kUnit = kFilled ? N : 1;  // of `first` and `stride`
   using Accumulators = StateAccumulator<N>;
   using State = typename Accumulators::State;
   static constexpr int kFloatPiece = 8;
@@ -780,8 +787,18 @@ class ScanBlock {
   __device__ int TokenOf(int tile) const {
     return TimeOf(tile) * kTileTokens + (kReverse ? kTileTokens - 1 - copy_row : copy_row);
   }
-  __device__ int64_t ElementOf(int token) const {
-    return first + static_cast<int64_t>(token) * stride;
+  // K and V.
+  __device__ int KeySize() const { return kFilled ? N : static_cast<int>(scan.dims.head_size); }
+  __device__ int ValueSize() const { return kFilled ? N : static_cast<int>(scan.dims.value_size); }
+  // The piece of a row of a panel that this thread copies, whether a head of `size` channels has it, and its
+  // element in a token.
+  static __device__ int Piece() { return threadIdx.x % 8; }
+  static __device__ bool Has(int panel, int size) {
+    return kFilled || kPanelCols * panel + 8 * Piece() < size;
+  }
+  __device__ int64_t ElementOf(int token, int size) const {
+    const int64_t at = first + static_cast<int64_t>(token) * stride;
+    return kFilled ? at : at * size + Piece() * 8;
   }
   __device__ bool StartsChunk(int tile) const {
     return kReverse ? tile == 0 || TimeOf(tile) % 4 == 3 : tile % 4 == 0;
@@ -793,7 +810,7 @@ class ScanBlock {
   // The marks of a tile come with its operands.
   __device__ uint32_t* Words() const { return reinterpret_cast<uint32_t*>(memory + L::kWords); }
   __device__ uint32_t WordOf(int tile) const {
-    if (!kMarked || (kUnbounded && !scan.marks.Given())) return 0u;
+    if (!kMarked || (!kKeyed && !scan.marks.Given())) return 0u;
     return scan.marks.Word(sequence, first_token + TimeOf(tile) * kTileTokens);
   }
   __device__ RowMarks MarksOf(int tile) const {
@@ -842,43 +859,48 @@ class ScanBlock {
       Parameters()[i] = from[static_cast<int64_t>(i / N) * stride + i % N];
   }
 
-  // Calls copy(panel, element, present) for the pieces of a tile that this thread copies. Of floats it has two
-  // in each panel, which lie kFloatPiece elements apart, and where two terms do in shared memory.
+  __device__ bool IsPresent(int token, uint32_t word) const {
+    return token < tokens && (word >> (kTileTokens + token % kTileTokens) & 1) == 0;
+  }
+  // Calls fn(panel, copy) for the panels of a tile, where copy(to, low, x, size) copies the piece of this thread from
+  // an array with heads of `size` channels. Of floats it copies two pieces, which lie kFloatPiece elements apart, to
+  // where two terms lie, `low` bytes apart.
   template <typename Fn>
-  __device__ void ForPanelsOf(int tile, uint32_t word, Fn&& copy) const {
+  __device__ void ForPanelsOf(int tile, uint32_t word, Fn&& fn) const {
     const int token = TokenOf(tile);
-    const bool present = token < tokens && (word >> (kTileTokens + token % kTileTokens) & 1) == 0;
+    const bool present = IsPresent(token, word);
 #pragma unroll
     for (int panel = 0; panel < L::kPanels; ++panel)
-      copy(panel, ElementOf(token) + kPanelCols * panel, present);
-  }
-  __device__ __forceinline__ void CopyOperands(int tile, uint32_t word) const {
-    const uint32_t to = OperandsOf(tile) + copy_to;
-    ForPanelsOf(tile, word, [&](int panel, int64_t from, bool present) {
-      const auto copy = [&](int at, const void* x) {
+      fn(panel, [&](uint32_t to, int low, const void* x, int size) {
 #pragma unroll
         for (int i = 0; i < L::kTerms; ++i)
-          CopyAsync(to + at + i * L::kTermBytes, static_cast<const T*>(x) + from + i * kFloatPiece,
-                    present);
+          CopyAsync(to + copy_to + i * low,
+                    static_cast<const T*>(x) + ElementOf(token, size) + kPanelCols * panel +
+                        i * kFloatPiece,
+                    present && Has(panel, size));
+      });
+  }
+  __device__ __forceinline__ void CopyOperands(int tile, uint32_t word) const {
+    const uint32_t to = OperandsOf(tile);
+    ForPanelsOf(tile, word, [&](int panel, auto copy) {
+      const auto operand = [&](int at, const void* x, int size) {
+        copy(to + at, L::kTermBytes, x, size);
       };
-      if constexpr (!kKeyed || kReverse) copy(L::kA + panel * L::kReadStride, scan.a);
-      if constexpr (kOutput) copy(L::kR + panel * L::kReadStride, scan.r);
-      copy(L::kB + panel * L::kPanelBytes, scan.b);
-      copy(L::kK + panel * L::kPanelBytes, scan.k);
-      copy(L::kV + panel * L::kPanelBytes, scan.v);
-      if constexpr (kKeyed)
-        if (threadIdx.x % 8 == 0)
-          CopyWordAsync(SharedAddress(InversesOf(tile) + copy_row), scan.inverse + from / N,
-                        present);
+      if constexpr (!kKeyed || kReverse) operand(L::kA + panel * L::kReadStride, scan.a, KeySize());
+      if constexpr (kOutput) operand(L::kR + panel * L::kReadStride, scan.r, KeySize());
+      operand(L::kB + panel * L::kPanelBytes, scan.b, KeySize());
+      operand(L::kK + panel * L::kPanelBytes, scan.k, KeySize());
+      operand(L::kV + panel * L::kPanelBytes, scan.v, ValueSize());
     });
+    if constexpr (kKeyed)
+      if (const int token = TokenOf(tile); Piece() == 0)
+        CopyWordAsync(SharedAddress(InversesOf(tile) + copy_row),
+                      scan.inverse + ElementOf(token, N) / N, IsPresent(token, word));
   }
   // The last copies of a tile: after them its CopyBarrier waits for all.
   __device__ __forceinline__ void CopyDecays(int tile) const {
-    ForPanelsOf(tile, 0, [&](int panel, int64_t from, bool present) {
-#pragma unroll
-      for (int i = 0; i < L::kTerms; ++i)
-        CopyAsync(RawDecaysOf(tile) + panel * L::kPanelBytes + copy_to + i * L::kPanelsBytes,
-                  static_cast<const T*>(scan.w) + from + i * kFloatPiece, present);
+    ForPanelsOf(tile, 0, [&](int panel, auto copy) {
+      copy(RawDecaysOf(tile) + panel * L::kPanelBytes, L::kPanelsBytes, scan.w, KeySize());
     });
     CopyBarrierOf(tile).ArriveAfterCopies();
   }
@@ -921,19 +943,30 @@ class ScanBlock {
     // The start of the first split may be known. Then its transition is the state at its end.
     if (L::kTransition && (order > 0 || scan.start == nullptr))
       Accumulators::SetDiagonal(identity ? 1.0f : 0.0f, s);
-    else
+    else if constexpr (kFilled)
       Accumulators::Load(order == 0 ? scan.start + head * N * N : TransitionOf(order - 1), s);
+    else
+      LoadPart(order == 0, s);
   }
-  // Saves the state before a chunk, or its gradient after it, in [B, N, H, V, K], of bfloat16 unless the
-  // operands are floats; `head` is b * H + h.
+  __device__ __forceinline__ void LoadPart(bool first, State& s) const {
+    const int rows = first ? ValueSize() : N, cols = first ? KeySize() : N;
+    Accumulators::LoadPart(first ? scan.start + head * rows * cols : TransitionOf(order - 1), rows,
+                           cols, s);
+  }
+  // Saves the state before a chunk in [B, N, H, V, K], or its gradient after it in the scratch, where V and K are N:
+  // of bfloat16 unless the operands are floats. `head` is b * H + h.
   __device__ __forceinline__ void SaveState(int tile, const State& s) const {
     const int64_t chunk = span.first_chunk + first_chunk + TimeOf(tile) / 4;
     const int64_t index = head + (chunk - sequence) * scan.dims.heads;
     if (!kReverse && scan.saved == nullptr) return;
     if constexpr (L::kTerms > 1)
       Accumulators::Store(s, static_cast<float*>(scan.saved) + index * N * N);
-    else
+    else if constexpr (kFilled || kReverse)
       Accumulators::StoreRounded(s, static_cast<uint4*>(scan.saved) + index * (N * N / 8));
+    else
+      Accumulators::StorePartRounded(
+          s, ValueSize(), KeySize(),
+          static_cast<uint4*>(scan.saved) + index * (ValueSize() * KeySize() / 8));
   }
   __device__ __forceinline__ void Advance(int tile, uint32_t y, State& s) const {
     uint32_t words[4] = {};
@@ -976,18 +1009,24 @@ class ScanBlock {
     for (int panel = 0; panel < L::kPanels; ++panel)
 #pragma unroll
       for (int i = 0; i < L::kTerms; ++i)
-        if (token < tokens)
-          *reinterpret_cast<uint4*>(static_cast<T*>(scan.y) + ElementOf(token) +
+        if (token < tokens && Has(panel, ValueSize()))
+          *reinterpret_cast<uint4*>(static_cast<T*>(scan.y) + ElementOf(token, ValueSize()) +
                                     kPanelCols * panel + i * kFloatPiece) =
               *reinterpret_cast<const uint4*>(memory + (y - shared) + panel * L::kPanelBytes +
                                               i * L::kPanelsBytes + copy_to);
   }
   __device__ __forceinline__ void StoreEnd(const State& s) const {
+    const auto store = [&](float* to, int rows) {
+      if constexpr (kFilled)
+        Accumulators::Store(s, to + head * N * N);
+      else
+        Accumulators::StorePart(s, rows, KeySize(), to + head * rows * KeySize());
+    };
     if (!L::kTransition) {
-      if (order == count - 1) Accumulators::Store(s, scan.end + head * N * N);
+      if (order == count - 1) store(scan.end, ValueSize());
     } else if (!for_later) {
       float* const to = identity ? scan.factor : scan.end;
-      if (to != nullptr) Accumulators::Store(s, to + head * N * N);
+      if (to != nullptr) store(to, identity ? KeySize() : ValueSize());
     } else if (!identity) {
       Accumulators::Store(s, TransitionOf(order));
     } else if (order > 0) {
@@ -1008,7 +1047,7 @@ class ScanBlock {
   int64_t first_chunk, first_token;  // of the split in its sequence
   int tokens, tiles;                 // of the split
   int64_t first;                     // the element of this thread's piece in the first token
-  int stride;                        // elements from token to token
+  int stride;                        // from token to token; unless kFilled, both count heads
   int copy_row;                      // of this thread's piece in a tile
   uint32_t copy_to;                  // its address in a panel
   uint32_t next_word;                // marks of the tile that is copied next
@@ -1138,7 +1177,7 @@ cudaError_t LaunchScan(cudaStream_t stream, const Scan& scan, const Grid& blocks
   if constexpr (kKind == Kind::kUnbounded)
     return launch(std::true_type());
   else
-    return ForMarks(scan.marks, launch);
+    return FillsMatrixHead(scan.dims) ? ForMarks(scan.marks, launch) : launch(std::true_type());
 }
 
 // Calls fn with the kind of a call that is not keyed.
@@ -1213,7 +1252,7 @@ cudaError_t Wkv7Scan(cudaStream_t stream, const Wkv7ForwardCall& call, const Dev
     return ForHeadSize<64>(call.dims.head_size, 0.0f, [&](auto zero, auto size) {
       return RunScan<float, size(), false, Kind::kUnbounded>(stream, scan, device);
     });
-  return ForHalfTypes<64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
+  return ForHalfTypes<64, 128>(call.dtype, MatrixHeadSize(call.dims), [&](auto zero, auto size) {
     return ForKind(scan, [&](auto kind) {
       return RunScan<decltype(zero), size(), false, kind()>(stream, scan, device);
     });
@@ -1222,7 +1261,7 @@ cudaError_t Wkv7Scan(cudaStream_t stream, const Wkv7ForwardCall& call, const Dev
 
 cudaError_t Wkv7Scan(cudaStream_t stream, const Wkv7KeyedForwardCall& call, const Device& device,
                      const Splits& splits) {
-  return ForHalfTypes<64>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
+  return ForHalfTypes<64>(call.dtype, MatrixHeadSize(call.dims), [&](auto zero, auto size) {
     Scan scan{call, call.initial_state, call.final_state, call.y, call.states, splits};
     scan.b = call.a, scan.parameters = call.parameters, scan.inverse = call.inverse;
     return RunScan<decltype(zero), size(), false, Kind::kKeyed>(stream, scan, device);
@@ -1231,7 +1270,7 @@ cudaError_t Wkv7Scan(cudaStream_t stream, const Wkv7KeyedForwardCall& call, cons
 
 cudaError_t Wkv7ReverseScan(cudaStream_t stream, const Wkv7BackwardCall& call, const Device& device,
                             const Splits& splits, uint4* gradients) {
-  return ForHalfTypes<64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
+  return ForHalfTypes<64, 128>(call.dtype, MatrixHeadSize(call.dims), [&](auto zero, auto size) {
     Scan scan = ReverseScan(call, splits);
     scan.saved = gradients;
     return ForKind(scan, [&](auto kind) {
@@ -1242,7 +1281,7 @@ cudaError_t Wkv7ReverseScan(cudaStream_t stream, const Wkv7BackwardCall& call, c
 
 cudaError_t Wkv7ReverseScan(cudaStream_t stream, const Wkv7KeyedBackwardCall& call,
                             const Device& device, const Splits& splits, uint4* gradients) {
-  return ForHalfTypes<64>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
+  return ForHalfTypes<64>(call.dtype, MatrixHeadSize(call.dims), [&](auto zero, auto size) {
     Scan scan = ReverseScan(call, splits);
     scan.a = call.a, scan.b = call.k, scan.saved = gradients;
     scan.parameters = call.parameters, scan.inverse = call.inverse;
@@ -1251,7 +1290,7 @@ cudaError_t Wkv7ReverseScan(cudaStream_t stream, const Wkv7KeyedBackwardCall& ca
 }
 
 cudaError_t RunTransition(cudaStream_t stream, const Wkv7TransitionCall& call) {
-  return ForHalfTypes<64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
+  return ForHalfTypes<64, 128>(call.dtype, MatrixHeadSize(call.dims), [&](auto zero, auto size) {
     const Scan scan{call, nullptr, call.added, nullptr, nullptr, kOneSplit, call.factor};
     return ForKind(scan, [&](auto kind) {
       return LaunchScan<decltype(zero), size(), false, false, Work::kTransition, kind()>(
@@ -1261,7 +1300,7 @@ cudaError_t RunTransition(cudaStream_t stream, const Wkv7TransitionCall& call) {
 }
 
 cudaError_t RunReverseTransition(cudaStream_t stream, const Wkv7BackwardCall& call) {
-  return ForHalfTypes<64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
+  return ForHalfTypes<64, 128>(call.dtype, MatrixHeadSize(call.dims), [&](auto zero, auto size) {
     const Scan scan = ReverseScan(call, kOneSplit);
     return ForKind(scan, [&](auto kind) {
       return LaunchScan<decltype(zero), size(), true, false, Work::kTransition, kind()>(

@@ -13,8 +13,9 @@
 namespace rwkv_jax {
 
 // The fields of a problem that Python gives as integers, besides the operator and the pass.
-constexpr const char* kProblemFields[] = {"decay",  "exact",     "packing", "dtype",     "rows",
-                                          "tokens", "sequences", "heads",   "head_size", "saves"};
+constexpr const char* kProblemFields[] = {"decay",     "exact",      "packing",   "dtype",
+                                          "rows",      "tokens",     "sequences", "heads",
+                                          "head_size", "value_size", "saves"};
 
 // A problem from Python's description of it: `number(name)` gives the field of that name. Throws
 // std::invalid_argument where a name or a code is unknown.
@@ -45,6 +46,7 @@ Problem ReadProblem(const std::string& op, const std::string& pass, const Number
   problem.rows = number("rows"), problem.tokens = number("tokens");
   problem.sequences = number("sequences");
   problem.heads = number("heads"), problem.head_size = number("head_size");
+  problem.value_size = number("value_size");
   problem.saves = number("saves") != 0;
   return problem;
 }

@@ -84,14 +84,18 @@ class Operands {
     error_ = ffi::Error::InvalidArgument((op_ + ": " + ... + Text(parts)));
   }
 
-  // The sizes of an operator with heads of up to `max_head_size` channels.
-  HeadDims Heads(int64_t tokens, int64_t max_head_size) {
+  // The sizes of an operator with heads of up to `max_head_size` channels: of K = V, a power of two, or, if
+  // `pads`, of any K and V that are multiples of kHeadPiece.
+  HeadDims Heads(int64_t tokens, int64_t max_head_size, bool pads) {
     const int64_t keys = Size('K'), values = Size('V');
-    const bool power_of_two = (keys & (keys - 1)) == 0;
-    Require(keys == values && power_of_two && keys >= kMinHeadSize && keys <= max_head_size,
-            "r and v have K = ", keys, " and V = ", values,
-            "; expected K = V, a power of two from ", kMinHeadSize, " to ", max_head_size);
-    return {Size('S'), tokens, Size('H'), keys, Saved()};
+    const auto in_range = [&](int64_t x) { return x >= kMinHeadSize && x <= max_head_size; };
+    const bool suits = pads ? keys % kHeadPiece == 0 && values % kHeadPiece == 0
+                            : keys == values && IsPowerOfTwo(keys);
+    Require(suits && in_range(keys) && in_range(values), "r and v have K = ", keys,
+            " and V = ", values,
+            pads ? "; expected multiples of 8 from " : "; expected K = V, a power of two from ",
+            kMinHeadSize, " to ", max_head_size);
+    return {Size('S'), tokens, Size('H'), keys, values, Saved()};
   }
 
   Decay ReadDecay(int64_t decay, Decay last) {

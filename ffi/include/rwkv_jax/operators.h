@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <type_traits>
 #include <vector>
@@ -24,6 +25,7 @@ struct Input {
   Gradient gradient;
 
   bool Shared() const { return axes[0] == 'S'; }
+  bool OfValues() const { return std::string_view(axes).back() == 'V'; }
   Kind kind() const { return Shared() ? Kind::kFloat : Kind::kTensor; }
 };
 template <typename Value, typename Gradient>
@@ -116,11 +118,13 @@ struct Scratch {
 template <typename Operator>
 class CallReader {
  public:
+  // `pads` is that of Operands::Heads.
   CallReader(Pass pass, ffi::RemainingArgs args, ffi::RemainingRets rets,
-             const Attributes& attributes, int64_t max_head_size)
+             const Attributes& attributes, int64_t max_head_size, bool pads = false)
       : operands(NameOf(pass), args, rets, attributes.packing),
         attributes_(attributes),
-        max_head_size_(max_head_size) {
+        max_head_size_(max_head_size),
+        pads_(pads) {
     problem.op = Operator::kOp, problem.pass = pass;
   }
 
@@ -176,18 +180,18 @@ class CallReader {
     ReadSizes(call);
   }
 
-  // The results that have the axis T, and the elements of each for one token.
-  std::vector<void*> TokenResults(const typename Operator::ForwardCall& call) const {
-    return {call.y};
+  // The results that have the axis T.
+  std::vector<TokenResult> TokenResults(const typename Operator::ForwardCall& call) const {
+    return {{call.y, problem.heads * problem.value_size}};
   }
-  std::vector<void*> TokenResults(const typename Operator::BackwardCall& call) const {
-    std::vector<void*> results;
+  std::vector<TokenResult> TokenResults(const typename Operator::BackwardCall& call) const {
+    std::vector<TokenResult> results;
     ForInputs<Operator>([&](const auto& input) {
-      if (!input.Shared()) results.push_back(call.*input.gradient);
+      const int64_t size = input.OfValues() ? problem.value_size : problem.head_size;
+      if (!input.Shared()) results.push_back({call.*input.gradient, problem.heads * size});
     });
     return results;
   }
-  int64_t TokenSize() const { return problem.heads * problem.head_size; }
 
  private:
   static std::string NameOf(Pass pass) {
@@ -251,11 +255,12 @@ class CallReader {
     problem.sequences = operands.Size('S');
     problem.saves = operands.Size('N') != 0 && problem.pass != Pass::kReverseTransition;
     if constexpr (std::is_base_of_v<Wkv4Call, Call>) {
-      problem.heads = operands.Size('C'), problem.head_size = 1;
+      problem.heads = operands.Size('C'), problem.head_size = problem.value_size = 1;
       call.dims = {problem.sequences, tokens, problem.heads, operands.Saved()};
     } else {
-      call.dims = operands.Heads(tokens, max_head_size_);
+      call.dims = operands.Heads(tokens, max_head_size_, pads_);
       problem.heads = call.dims.heads, problem.head_size = call.dims.head_size;
+      problem.value_size = call.dims.value_size;
       call.states_dtype = operands.saved_dtype();
       // Kernels on matrix units round the states that they save, and take rounded ones, unless the
       // operands are of float32.
@@ -266,6 +271,7 @@ class CallReader {
 
   Attributes attributes_;
   int64_t max_head_size_;
+  bool pads_;
 };
 
 // The call of a pass, to be read.

@@ -25,8 +25,11 @@ struct Problem {
   int64_t sequences;     // S, those of all rows; equal to B without kSequences
   int64_t heads;         // H, or the channels C of WKV4
   int64_t head_size;     // K, or 1 for WKV4
+  int64_t value_size;    // V, or 1 for WKV4
   bool saves;            // whether the forward pass saves states
 
+  // Whether the kernels that go token by token take such heads.
+  bool RunsByToken() const { return head_size == value_size && IsPowerOfTwo(head_size); }
   int64_t AllHeads() const { return sequences * heads; }
   int64_t ChunksOfRow() const { return RowChunks(rows, tokens, sequences); }
 };

@@ -61,4 +61,10 @@ struct Sequences {
   }
 };
 
+// A result with the axis T, and its elements for one token.
+struct TokenResult {
+  void* data;
+  int64_t size;
+};
+
 }  // namespace rwkv_jax

@@ -38,8 +38,14 @@ constexpr int64_t kChunk = 64;
 // One matrix instruction takes so many tokens.
 constexpr int kTileTokens = 16;
 
-// The native kernels take heads whose size is a power of two, from this one on.
+// The native kernels take heads whose size K = V is a power of two, from this one on.
 constexpr int64_t kMinHeadSize = 16;
+
+constexpr bool IsPowerOfTwo(int64_t x) { return (x & (x - 1)) == 0; }
+
+// The kernels of WKV7 on matrix units take any K and V that are multiples of this, the number of 16-bit elements
+// in 16 bytes.
+constexpr int64_t kHeadPiece = 8;
 
 constexpr int64_t Chunks(int64_t tokens) { return (tokens + kChunk - 1) / kChunk; }
 
@@ -54,8 +60,9 @@ constexpr int64_t RowChunks(int64_t rows, int64_t tokens, int64_t sequences) {
 // The sizes of an operator whose state is a matrix for each head.
 struct HeadDims {
   int64_t batch, tokens, heads;
-  int64_t head_size;  // K = V
-  int64_t saved;      // N, the states saved for the backward pass: Chunks(tokens), or 0
+  int64_t head_size;   // K
+  int64_t value_size;  // V, which is K but for WKV7 on matrix units
+  int64_t saved;       // N, the states saved for the backward pass: Chunks(tokens), or 0
 };
 
 }  // namespace rwkv_jax

@@ -583,6 +583,7 @@ inline void Synchronize(int number, int threads) {
   emulation::Arrive(emulation::barriers[number], threads);
 }
 
+inline int Opaque(int x) { return x; }
 inline float Exp2(float x) { return x < -126.0f ? 0.0f : std::exp2(x); }
 inline float Reciprocal(float x) { return 1.0f / x; }
 inline void Prefetch(const void*) {}
