@@ -73,6 +73,14 @@ def test_matrix_units_with_any_decay(
     check(Run(op, "ffi"), case, precision=None)
 
 
+@pytest.mark.parametrize("decay", OPERATORS["wkv7"].decays)
+@pytest.mark.parametrize("regime", ["model", "steep", "near 0", "near 1", "mixed", "extreme"])
+def test_float32_on_matrix_units(regime: str, decay: str) -> None:
+    """As close as token by token."""
+    case = Case(1, 1000, 3, 64, decay=decay, regime=regime)
+    check(Run("wkv7", "ffi"), case, precision=None)
+
+
 @pytest.mark.parametrize("op", OPS_ON_MATRIX_UNITS)
 def test_one_head_that_decays_too_far_changes_no_other(op: str) -> None:
     case = Case(2, 100, 3, 64, dtype="bfloat16", decay="log")

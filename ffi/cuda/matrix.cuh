@@ -1,7 +1,8 @@
 // Products on the matrix units, and how their operands lie in shared memory and in registers.
 //
 // Operands are bfloat16 and sums are float. A warp has 16 rows of a sum in its registers. The left
-// operand is in registers or in shared memory, the right operand is in shared memory. Compiled for
+// operand is in registers or in shared memory, the right operand is in shared memory. An operand of
+// floats is the sum of two terms, each of them an operand of bfloat16. Compiled for
 // sm_90a, a product is one asynchronous instruction of a warpgroup (wgmma: four warps, 64 rows).
 // For any other architecture it is mma.sync of each warp. Only this file knows which of the two
 // runs.
@@ -38,6 +39,21 @@ __device__ void ForEachElement(Fn&& fn) {
   for (int fragment = 0; fragment < kFragments; ++fragment)
 #pragma unroll
     for (int e = 0; e < 4; ++e) fn(fragment, e);
+}
+
+// A float is the sum of two terms of bfloat16, of which the second has what the first leaves of it: together
+// they have 16 bits. An element of another type is one term.
+template <typename T>
+constexpr int kTermsOf = std::is_same_v<T, float> ? 2 : 1;
+
+// Calls fn(i, j) for the products of term i of one operand and term j of the other. A product of two second
+// terms would be less than what the terms leave.
+template <int kTerms, typename Fn>
+__device__ void ForProducts(Fn&& fn) {
+#pragma unroll
+  for (int i = 0; i < kTerms; ++i)
+#pragma unroll
+    for (int j = 0; j < kTerms - i; ++j) fn(i, j);
 }
 
 // Two elements of a 16-bit type in one register.
@@ -80,8 +96,32 @@ __device__ void Round(const float (&left)[4], const float (&right)[4], uint32_t 
   x[3] = Pair<T>::Round(right[2], right[3]);
 }
 
-// Rounds 64 columns of sums to left operands.
-__device__ inline void RoundPanel(const Accumulator<8>& sum, Left (&rounded)[4]) {
+// Two floats as terms.
+template <typename T = __nv_bfloat16, int kTerms>
+__device__ void Round(float low, float high, uint32_t (&x)[kTerms]) {
+#pragma unroll
+  for (int term = 0; term < kTerms; ++term) {
+    x[term] = Pair<T>::Round(low, high);
+    low -= Pair<T>::Low(x[term]), high -= Pair<T>::High(x[term]);
+  }
+}
+
+// Two fragments as terms.
+template <int kTerms>
+__device__ void Round(const float (&left)[4], const float (&right)[4], Left (&x)[kTerms]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float* const pair = (i < 2 ? left : right) + i % 2 * 2;
+    uint32_t terms[kTerms];
+    Round(pair[0], pair[1], terms);
+#pragma unroll
+    for (int term = 0; term < kTerms; ++term) x[term][i] = terms[term];
+  }
+}
+
+// Rounds 64 columns of sums to left operands, or to terms of them.
+template <typename Operand>
+__device__ void RoundPanel(const Accumulator<8>& sum, Operand (&rounded)[4]) {
 #pragma unroll
   for (int tile = 0; tile < 4; ++tile) Round(sum[2 * tile], sum[2 * tile + 1], rounded[tile]);
 }
@@ -101,6 +141,13 @@ constexpr int kPanelAlignment = 1024;
 
 __device__ inline uint32_t PieceAddress(uint32_t panel, int row, int piece) {
   return panel + row * kRowBytes + ((piece ^ (row & 7)) << 4);
+}
+
+// Floats lie where their terms come to lie, 16 columns of a row where the terms of those columns do: the
+// first eight in the panel of the first terms, the others in that of the second ones, `low` bytes behind it.
+__device__ inline uint32_t FloatAddress(uint32_t panel, int low, int row, int col) {
+  return panel + col % 16 / 8 * low + PieceAddress(0, row, col / 16 * 2 + col % 8 / 4) +
+         col % 4 * 4;
 }
 
 // Where this lane points for the four 8 x 8 matrices of the tile at `row` (a multiple of 16) and
@@ -164,7 +211,7 @@ __device__ inline void LoadLeftTransposed(uint32_t panel, int row, int col, Left
 //
 // Load gives the registers of a right operand for columns 16 * pair to 16 * pair + 15: of the first
 // eight columns the upper and the lower half of k, then of the other eight. LoadLeft gives the
-// registers of a left operand for the rows of a warp.
+// registers of a left operand for the rows of a warp. Behind gives the operand so many bytes behind this one.
 
 // k runs along the rows of a panel, from column 16 * tile on.
 struct KAlongRows {
@@ -176,6 +223,7 @@ struct KAlongRows {
     LoadMatrices(TileAddressByRows(panel, 16 * pair, tile), b);
   }
   __device__ void LoadLeft(int warp, Left& a) const { cuda::LoadLeft(panel, 16 * warp, tile, a); }
+  __device__ KAlongRows Behind(int bytes) const { return {panel + bytes, tile}; }
   __device__ uint64_t Descriptor() const;
 };
 
@@ -191,6 +239,7 @@ struct KDownRows {
   __device__ void LoadLeft(int warp, Left& a) const {
     LoadLeftTransposed(panel, 16 * tile, column + warp, a);
   }
+  __device__ KDownRows Behind(int bytes) const { return {panel + bytes, tile, column}; }
   __device__ uint64_t Descriptor() const;
 };
 
@@ -202,6 +251,7 @@ struct PackedTiles {
   __device__ void Load(int pair, uint32_t (&b)[4]) const {
     LoadMatrices(PackedTileAddressByRows(tiles + pair * kTileBytes), b);
   }
+  __device__ PackedTiles Behind(int bytes) const { return {tiles + bytes}; }
   __device__ uint64_t Descriptor() const;
 };
 
@@ -368,6 +418,14 @@ __device__ void MultiplyOrAdd(bool add, Arguments&&... arguments) {
     Multiply<true>(arguments...);
   else
     Multiply<false>(arguments...);
+}
+
+// The product of terms, of which those of b lie `low` bytes apart.
+template <bool kAdd, int kTerms, int kFragments, typename Right>
+__device__ void Multiply(Accumulator<kFragments>& sum, const Left (&a)[kTerms], const Right& b,
+                         int low) {
+  ForProducts<kTerms>(
+      [&](int i, int j) { MultiplyOrAdd(kAdd || i + j > 0, sum, a[i], b.Behind(j * low)); });
 }
 
 }  // namespace rwkv_jax::cuda

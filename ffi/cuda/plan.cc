@@ -29,7 +29,8 @@ Rules RulesOf(const Problem& problem) {
 // enough shared memory.
 const char* WhyByToken(const Rules& rules, const Problem& problem) {
   if (problem.exact) return "precision is 'highest'";
-  if (problem.dtype == Dtype::kF32) return "only bfloat16 and float16 run on matrix units";
+  if (problem.dtype == Dtype::kF32 && !rules.takes_float32)
+    return "of float32 only forward passes of wkv7 with heads of 64 run on matrix units";
   if (!rules.takes_head_size) return "only heads of 64 and 128 run on matrix units";
   static_assert(kTileTokens == 16);
   if (problem.tokens < kTileTokens) return "only 16 or more tokens run on matrix units";

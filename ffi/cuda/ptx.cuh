@@ -119,6 +119,12 @@ __device__ inline void StoreWord(uint32_t address, uint32_t x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }
 
+__device__ inline uint32_t LoadWord(uint32_t address) {
+  uint32_t x;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  return x;
+}
+
 // sum += a b of one warp, where a is a Left and sum a fragment of matrix.cuh. b0 and b1 are the
 // transposes of the upper and the lower 8 x 8 of b, 16 x 8.
 __device__ inline void WarpMultiply(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0,

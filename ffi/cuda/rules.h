@@ -19,6 +19,8 @@ constexpr int64_t Scaled(int64_t measured, const Device& device) {
 struct Rules {
   // Whether its kernels on matrix units take heads of this size.
   bool takes_head_size;
+  // Whether they take float32 too in this pass, with heads of this size.
+  bool takes_float32;
   // Whether those kernels leave gradients of chunks that decay too far for their arithmetic to the
   // kernel that goes token by token.
   bool may_be_steep;

@@ -122,6 +122,23 @@ __device__ void LogDecays(const uint32_t (&w)[4], Decay form, float least, uint3
   if (present != kAllRows) KeepRows(present, log_decays);
 }
 
+// The same of floats in terms: w[i] are two tokens of a channel, as the pair that LoadTransposed would load.
+__device__ inline void LogDecays(const float (&w)[4][2], Decay form, float least, uint32_t present,
+                                 uint32_t (&log_decays)[2][4]) {
+  const auto scaled = [&](float w) {
+    return form == Decay::kSigmoid ? ScaledLogDecay<Decay::kSigmoid>(w, least)
+           : form == Decay::kExp   ? ScaledLogDecay<Decay::kExp>(w, least)
+                                   : ScaledLogDecay<Decay::kLog>(w, least);
+  };
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    uint32_t terms[2];
+    Round<__half>(scaled(w[i][0]), scaled(w[i][1]), terms);
+    log_decays[0][i] = terms[0], log_decays[1][i] = terms[1];
+  }
+  if (present != kAllRows) KeepRows(present, log_decays[0]), KeepRows(present, log_decays[1]);
+}
+
 // A tile with ones below, on or above its diagonal, divided by the scale of the log decays. As a
 // left operand it sums log decays over tokens.
 struct Ones {

@@ -102,10 +102,12 @@ class NativeKernels(Implementation):
             return "CUDA kernels, runs of tokens side by side in float32"
         if platform == "cpu" or "T" not in self.signature.sizes(operands.inputs):
             return by_token
+        dtype = operands.inputs[self.signature.y].dtype
+        terms = "two bfloat16 of each number" if dtype == jnp.float32 else "bfloat16"
         ways = [
             f"{by_token}: {why}"
             if why
-            else "CUDA kernels on matrix units, bfloat16 with float32 sums"
+            else f"CUDA kernels on matrix units, {terms} with float32 sums"
             for why in self.why_by_token(options, platform, operands)
         ]
         return ways[0] if len(set(ways)) == 1 else f"{ways[0]}; backward {ways[1]}"

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 EXACT_FLOAT32 = 1e-5
-"""Float32 throughout: float32 operands with precision HIGHEST, or a kernel without another way."""
+"""Float32 operands with precision HIGHEST, or a kernel that has no result further off."""
 
 SEQUENTIAL = 2e-3
 """A kernel that takes one token at a time, on bfloat16 or float16 operands."""

@@ -19,6 +19,7 @@ Rules Wkv6Rules(const Problem& problem) {
   const int64_t size = problem.head_size;
   const int64_t scan = Wkv6ScanSharedMemory(problem.pass, size);
   return {size == 64 || size == 128,
+          false,  // float32 goes token by token
           false,  // no decay is too fast for these kernels
           problem.pass == Pass::kBackward ? std::max(scan, Wkv6GradientSharedMemory(size)) : scan,
           MostSplits,

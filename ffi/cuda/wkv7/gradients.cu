@@ -314,7 +314,8 @@ constexpr int kInvertBarriers = 4;  // how often InvertPanel waits at the barrie
 
 __device__ void InvertPanel(int warp, int barrier, uint32_t panel) {
   const Triangle triangle{panel};
-  Left x, own;
+  Left x, inverse[1];
+  Left& own = inverse[0];
   Accumulator<2> sum = {};
   triangle.Load(warp, warp, x);
 #pragma unroll
@@ -322,7 +323,7 @@ __device__ void InvertPanel(int warp, int barrier, uint32_t panel) {
     sum[i][0] = Bf16::Low(x[2 * i]), sum[i][1] = Bf16::High(x[2 * i]);
     sum[i][2] = Bf16::Low(x[2 * i + 1]), sum[i][3] = Bf16::High(x[2 * i + 1]);
   }
-  InvertUnitLower(sum, own);
+  InvertUnitLower(sum, inverse);
   triangle.Store(warp, warp, own);
   Synchronize(barrier, 128);
 

@@ -22,7 +22,7 @@ __device__ void Scale(const float (&e)[2][4], uint32_t (&x)[4]) {
   }
 }
 
-// (I - m)^-1 for a strictly lower triangular m, rounded.
+// (I - m)^-1 for a strictly lower triangular m, rounded to terms.
 //
 // The submatrices on the diagonal that are inverted grow from 2 x 2 to 16 x 16. If D holds the
 // inverses of one size, and L is the part of m inside the submatrices of twice that size but
@@ -31,12 +31,15 @@ __device__ void Scale(const float (&e)[2][4], uint32_t (&x)[4]) {
 // which a Neumann series needs, may overflow where the inverse is moderate.
 //
 // The result must not take the place of m: ptxas 13.0 then rounds m again after it is overwritten.
-__device__ inline void InvertUnitLower(const Accumulator<2>& m, Left& inverse) {
+template <int kTerms>
+__device__ void InvertUnitLower(const Accumulator<2>& m, Left (&inverse)[kTerms]) {
   const int row = Lane() / 4, col = 2 * (Lane() % 4);
   const bool in_2 = col / 2 == row / 2, in_4 = col / 4 == row / 4;
   // Both 8 x 8 submatrices on the diagonal are in one fragment: the upper is its rows 0 to 7, the
   // lower its rows 8 to 15.
-  const uint32_t upper = Bf16::Round(m[0][0], m[0][1]), lower = Bf16::Round(m[1][2], m[1][3]);
+  using Terms = uint32_t[kTerms];
+  Terms upper, lower;
+  Round(m[0][0], m[0][1], upper), Round(m[1][2], m[1][3], lower);
   float d[4];
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
@@ -44,29 +47,42 @@ __device__ inline void InvertUnitLower(const Accumulator<2>& m, Left& inverse) {
     d[e] = in_2 ? m[0][e] + unit : unit;
     d[2 + e] = in_2 ? m[1][2 + e] + unit : unit;
   }
-  uint32_t d_upper, d_lower;
-  const auto round = [&] {
-    d_upper = Bf16::Round(d[0], d[1]);
-    d_lower = Bf16::Round(d[2], d[3]);
-  };
+  Terms d_upper, d_lower, left_upper, left_lower;
+  const auto round = [&] { Round(d[0], d[1], d_upper), Round(d[2], d[3], d_lower); };
 #pragma unroll
   for (int size = 2; size <= 4; size *= 2) {
     const uint32_t added = (size == 2 ? in_4 && !in_2 : !in_4) ? ~0u : 0u;
     round();
     float left[4] = {};
-    WarpMultiply(left, {d_upper, 0u, 0u, d_lower}, Transposed(upper & added),
-                 Transposed(lower & added));
-    WarpMultiply(d, {Bf16::Round(left[0], left[1]), 0u, 0u, Bf16::Round(left[2], left[3])},
-                 Transposed(d_upper), Transposed(d_lower));
+    ForProducts<kTerms>([&](int i, int j) {
+      WarpMultiply(left, {d_upper[i], 0u, 0u, d_lower[i]}, Transposed(upper[j] & added),
+                   Transposed(lower[j] & added));
+    });
+    Round(left[0], left[1], left_upper), Round(left[2], left[3], left_lower);
+    ForProducts<kTerms>([&](int i, int j) {
+      WarpMultiply(d, {left_upper[i], 0u, 0u, left_lower[i]}, Transposed(d_upper[j]),
+                   Transposed(d_lower[j]));
+    });
   }
   round();
   float left[4] = {}, corner[4] = {};
-  WarpMultiply(left, {0u, 0u, 0u, d_lower}, 0u, Transposed(Bf16::Round(m[0][2], m[0][3])));
-  WarpMultiply(corner, {0u, Bf16::Round(left[2], left[3]), 0u, 0u}, Transposed(d_upper), 0u);
-  inverse[0] = d_upper;
-  inverse[1] = Bf16::Round(corner[2], corner[3]);
-  inverse[2] = 0u;
-  inverse[3] = d_lower;
+  Terms below, corner_below;
+  Round(m[0][2], m[0][3], below);
+  ForProducts<kTerms>([&](int i, int j) {
+    WarpMultiply(left, {0u, 0u, 0u, d_lower[i]}, 0u, Transposed(below[j]));
+  });
+  Round(left[2], left[3], left_lower);
+  ForProducts<kTerms>([&](int i, int j) {
+    WarpMultiply(corner, {0u, left_lower[i], 0u, 0u}, Transposed(d_upper[j]), 0u);
+  });
+  Round(corner[2], corner[3], corner_below);
+#pragma unroll
+  for (int term = 0; term < kTerms; ++term) {
+    inverse[term][0] = d_upper[term];
+    inverse[term][1] = corner_below[term];
+    inverse[term][2] = 0u;
+    inverse[term][3] = d_lower[term];
+  }
 }
 
 }  // namespace rwkv_jax::cuda

@@ -50,6 +50,9 @@
 // tile t + kStages take the place of tile t. Only ScaleOperands waits for copies, at the
 // CopyBarrier of their place in shared memory.
 //
+// Of floats all operands of products are terms (matrix.cuh), which ScaleOperands makes in the place of the
+// floats. They have one kernel for all decays.
+//
 // In a keyed call ScaleOperands first makes k, a and b, as wkv7_keys does (layers/wkv7_keys.cu), from the
 // projected k and the rate, which are copied to two of their three places.
 #include <algorithm>
@@ -107,32 +110,38 @@ static_assert(2 * kLeastLog2 > kMinFrameLog2, "two tokens that forget all leave 
 // What kernels differ in by their inputs.
 enum class Kind {
   kBounded,    // decays have a bound: frames of a chunk
-  kUnbounded,  // they have none: frames of a tile or less
+  kUnbounded,  // they have none, or are of floats: frames of a tile or less
   kKeyed,      // a keyed call, with a bound
 };
 
-template <int N, bool kOutput, Work kWork, Kind kKind>
+template <typename T, int N, bool kOutput, Work kWork, Kind kKind>
 struct ScanLayout {
+  static constexpr int kTerms = kTermsOf<T>;
+  static_assert(kTerms == 1 || kKind == Kind::kUnbounded);
   static constexpr bool kKeyed = kKind == Kind::kKeyed, kUnbounded = kKind == Kind::kUnbounded;
   static constexpr int kPanels = N / kPanelCols;
   static constexpr bool kSpecialized = kWork == Work::kSpecialized;
   static constexpr bool kTransition = kWork == Work::kTransition;
   static constexpr int kStateThreads = 2 * N;
   static constexpr int kThreads = kStateThreads * (kTransition ? 2 : 1) + (kSpecialized ? 256 : 0);
-  static constexpr int kBlocks = kThreads > 256 ? 1 : 512 / kThreads;  // on a multiprocessor
+  static constexpr int kBlocks =
+      kThreads > 256 ? 1 : 512 / kTerms / kThreads;  // on a multiprocessor
   static constexpr int kPanelBytes = kTileTokens * kRowBytes;
-  static constexpr int kProductBytes = 4 * kTileBytes;
+  static constexpr int kPanelsBytes = kPanels * kPanelBytes;  // of a term of a tile
+  static constexpr int kProductTermBytes = 4 * kTileBytes;
+  static constexpr int kProductBytes = kTerms * kProductTermBytes;
   static constexpr int kDecayStride = N / 4 + 4;  // so that four lanes read different banks
 
   // The operands of a tile. At and Rt of 64 columns follow each other, so that they are one operand
-  // of 32 rows.
+  // of 32 rows. Second terms lie behind the first ones of all operands.
   static constexpr int kA = 0;
   static constexpr int kR = kPanelBytes;
   static constexpr int kReadStride = (kOutput ? 2 : 1) * kPanelBytes;
   static constexpr int kB = kPanels * kReadStride;
   static constexpr int kK = kB + kPanels * kPanelBytes;
   static constexpr int kV = kK + kPanels * kPanelBytes;
-  static constexpr int kOperandBytes = kV + kPanels * kPanelBytes;
+  static constexpr int kTermBytes = kV + kPanelsBytes;
+  static constexpr int kOperandBytes = kTerms * kTermBytes;
 
   // Rings: tile t has place t % the number of places. There are kStages places for operands,
   // exp(G), copy barriers and marks, kDecayStages for w, which is read two tiles before the rest,
@@ -140,8 +149,8 @@ struct ScanLayout {
   static constexpr int kStages = kSpecialized ? 8 : kUnbounded && !kTransition ? 3 : 4;
   static constexpr int kDecayStages = kSpecialized ? 8 : 2;
   static constexpr int kW = kStages * kOperandBytes;
-  static constexpr int kY = kW + kDecayStages * kPanels * kPanelBytes;
-  static constexpr int kProducts = kY + (kOutput ? 2 * kPanels * kPanelBytes : 0);
+  static constexpr int kY = kW + kDecayStages * kTerms * kPanelsBytes;
+  static constexpr int kProducts = kY + (kOutput ? 2 * kTerms * kPanelsBytes : 0);
   static constexpr int kDecays = kProducts + 2 * kProductBytes;  // exp(G) of the last token
   static constexpr int kDecayBytes = 4 * 4 * kDecayStride;
   static constexpr int kBarriers = kDecays + kStages * kDecayBytes;
@@ -202,13 +211,16 @@ struct TileSums {
   __device__ void Set(Value&& value) {
     ForEachElement<2>([&](int i, int e) { upto[i][e] = before[i][e] = value(i, e); });
   }
+  template <int kTerms>
   __device__ void Add(const Left& inclusive, const Left& exclusive,
-                      const uint32_t (&log_decays)[4]) {
+                      const uint32_t (&log_decays)[kTerms][4]) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      WarpMultiplyHalf(upto[i], inclusive, log_decays[2 * i], log_decays[2 * i + 1]);
-      WarpMultiplyHalf(before[i], exclusive, log_decays[2 * i], log_decays[2 * i + 1]);
-    }
+    for (const uint32_t (&term)[4] : log_decays)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        WarpMultiplyHalf(upto[i], inclusive, term[2 * i], term[2 * i + 1]);
+        WarpMultiplyHalf(before[i], exclusive, term[2 * i], term[2 * i + 1]);
+      }
   }
   template <typename Value>
   __device__ void Subtract(Value&& value) {
@@ -240,8 +252,8 @@ __device__ void StoreFactors(int warp, const float (&log)[2][2], float* factors)
 // last one in `carry`. Returns whether the tile is far.
 template <typename L>
 __device__ bool CentreFrames(int warp, const Ones& inclusive, const Ones& exclusive,
-                             const uint32_t (&log_decays)[4], float* factors, TileSums& sums,
-                             Carry& carry) {
+                             const uint32_t (&log_decays)[L::kTerms][4], float* factors,
+                             TileSums& sums, Carry& carry) {
   constexpr int kStride = L::kDecayBytes / sizeof(float);
   float half[2][2], log[2][2];
   const auto store = [&](int frame) {
@@ -272,14 +284,21 @@ __device__ bool CentreFrames(int warp, const Ones& inclusive, const Ones& exclus
     return ones;
   };
   // A lane has two tokens of a channel, and the lane beside it the other two of the frame.
-  uint32_t floored[4];
+  uint32_t floored[L::kTerms][4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float low = Pair<__half>::Low(log_decays[i]), high = Pair<__half>::High(log_decays[i]);
+    float low = Pair<__half>::Low(log_decays[0][i]), high = Pair<__half>::High(log_decays[0][i]);
+    if constexpr (L::kTerms > 1) {
+      low += Pair<__half>::Low(log_decays[1][i]);
+      high += Pair<__half>::High(log_decays[1][i]);
+    }
     const float own = low + high, frame = own + __shfl_xor_sync(~0u, own, 1);
     const float least =
         (frame < kMinFrameLog2 * kLogScale ? kLeastInFrame : kLeastLog2) * kLogScale;
-    floored[i] = Pair<__half>::Round(low < least ? least : low, high < least ? least : high);
+    uint32_t terms[L::kTerms];
+    Round<__half>(low < least ? least : low, high < least ? least : high, terms);
+#pragma unroll
+    for (int term = 0; term < L::kTerms; ++term) floored[term][i] = terms[term];
   }
   sums.Set([](int, int) { return 0.0f; });
   sums.Add(in_frames(inclusive).a, in_frames(exclusive).a, floored);
@@ -293,6 +312,23 @@ __device__ bool CentreFrames(int warp, const Ones& inclusive, const Ones& exclus
       [&](int i, int e) { own[i][e] = __shfl_sync(~0u, sums.upto[i][e], (Lane() & 19) | 12); });
   sums.Subtract([&](int i, int e) { return 0.5f * own[i][e]; });
   return true;
+}
+
+// Multiplies 16 columns of floats of a tile, from column 16 * col on, by factors, and puts their terms in
+// their place. Term j lies in the panel `low` * j behind the first.
+__device__ inline void ScaleFloats(uint32_t panel, int low, int col, const float (&factors)[2][4]) {
+  float x[2][4];
+  ForEachElement<2>([&](int i, int e) {
+    const uint32_t at = FloatAddress(panel, low, Lane() / 4 + e / 2 * 8,
+                                     16 * col + 8 * i + 2 * (Lane() % 4) + e % 2);
+    x[i][e] = factors[i][e] * __uint_as_float(LoadWord(at));
+  });
+  Left terms[2];
+  Round(x[0], x[1], terms);
+  __syncwarp();  // all lanes have read what others overwrite
+#pragma unroll
+  for (int term = 0; term < 2; ++term)
+    StoreMatrices(TileAddress(panel + term * low, 0, col), terms[term]);
 }
 
 // Scales 16 columns of a tile in place, the columns of `warp`. Leaves in `decays` what S is multiplied
@@ -311,12 +347,25 @@ __device__ bool ScaleColumns(int warp, uint32_t operands, uint32_t raw_w, float*
   const uint32_t k_tile = operands + L::kK + panel * L::kPanelBytes + here;
   const uint32_t v_tile = operands + L::kV + panel * L::kPanelBytes + here;
 
-  uint32_t w[4], log_decays[4];
-  LoadTransposed(raw_w + panel * L::kPanelBytes + here, w);
-  if constexpr (L::kUnbounded)
-    LogDecays<T, Decay::kExp>(w, form, kLeastLog2, present, log_decays);
-  else
-    LogDecays<T, Decay::kSigmoid>(w, Decay::kSigmoid, kLeastLog2, present, log_decays);
+  constexpr bool kFloat = L::kTerms > 1;
+  uint32_t log_decays[L::kTerms][4];
+  if constexpr (kFloat) {
+    float w[4][2];
+    ForEachElement<2>([&](int i, int e) {
+      const uint32_t at =
+          FloatAddress(raw_w + panel * L::kPanelBytes, L::kPanelsBytes,
+                       e / 2 * 8 + 2 * (Lane() % 4) + e % 2, warp % 4 * 16 + 8 * i + Lane() / 4);
+      w[2 * i + e / 2][e % 2] = __uint_as_float(LoadWord(at));
+    });
+    LogDecays(w, form, kLeastLog2, present, log_decays);
+  } else {
+    uint32_t w[4];
+    LoadTransposed(raw_w + panel * L::kPanelBytes + here, w);
+    if constexpr (L::kUnbounded)
+      LogDecays<T, Decay::kExp>(w, form, kLeastLog2, present, log_decays[0]);
+    else
+      LogDecays<T, Decay::kSigmoid>(w, Decay::kSigmoid, kLeastLog2, present, log_decays[0]);
+  }
 
   if (starts_chunk) carry = {};
   TileSums sums;
@@ -328,24 +377,34 @@ __device__ bool ScaleColumns(int warp, uint32_t operands, uint32_t raw_w, float*
   else
     sums.GetRow(kTileTokens - 1, 1.0f, carry.sum);
 
-  // Factors are rounded to bfloat16: two products then take one instruction.
+  // Factors of 16-bit operands are rounded to bfloat16: two products then take one instruction.
   uint32_t e[4];
+  float factors[2][4];
   const auto exponentials = [&](float sign, const float (&x)[2][4]) {
+    if constexpr (kFloat) {
+      ForEachElement<2>([&](int i, int j) { factors[i][j] = Exp2(sign * x[i][j]); });
+    } else {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float* pair = &x[i / 2][i % 2 * 2];
-      e[i] = Bf16::Round(Exp2(sign * pair[0]), Exp2(sign * pair[1]));
+      for (int i = 0; i < 4; ++i) {
+        const float* pair = &x[i / 2][i % 2 * 2];
+        e[i] = Bf16::Round(Exp2(sign * pair[0]), Exp2(sign * pair[1]));
+      }
     }
   };
   const auto store_scaled = [&](uint32_t tile, uint32_t (&x)[4]) {
+    if constexpr (!kFloat)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = Bf16::Multiply(ToBf16<T>(x[i]), e[i]);
+      for (int i = 0; i < 4; ++i) x[i] = Bf16::Multiply(ToBf16<T>(x[i]), e[i]);
     StoreMatrices(tile, x);
   };
   const auto scale = [&](uint32_t tile) {
-    uint32_t x[4];
-    LoadMatrices(tile, x);
-    store_scaled(tile, x);
+    if constexpr (kFloat) {
+      ScaleFloats(tile - here, L::kTermBytes, warp % 4, factors);
+    } else {
+      uint32_t x[4];
+      LoadMatrices(tile, x);
+      store_scaled(tile, x);
+    }
   };
   uint32_t key[4], reads[4], writes[4];  // of a keyed call
   if constexpr (L::kKeyed) {
@@ -385,6 +444,10 @@ __device__ bool ScaleColumns(int warp, uint32_t operands, uint32_t raw_w, float*
     for (int i = 0; i < 4; ++i) x[i] = ToBf16<T>(x[i]);
     StoreMatrices(v_tile, x);
   }
+  if constexpr (kFloat) {
+    ForEachElement<2>([&](int i, int j) { factors[i][j] = 1.0f; });
+    scale(v_tile);
+  }
   return far;
 }
 
@@ -410,23 +473,32 @@ __device__ void MultiplyTokens(int warp, uint32_t operands, uint32_t products,
 #pragma unroll
   for (int tile = 0; tile < L::kPanels * 4; ++tile) {
     const int panel = tile / 4;
-    Left a;
-    LoadLeft(left + panel * L::kReadStride, 0, tile % 4, a);
-    uint32_t b[4];
-    KAlongRows{right + panel * L::kPanelBytes, tile % 4}.Load(0, b);
-    WarpMultiply(m[0], a, b[0], b[1]);
-    WarpMultiply(m[1], a, b[2], b[3]);
+    Left a[L::kTerms];
+    uint32_t b[L::kTerms][4];
+#pragma unroll
+    for (int term = 0; term < L::kTerms; ++term) {
+      const int from = term * L::kTermBytes;
+      LoadLeft(left + panel * L::kReadStride + from, 0, tile % 4, a[term]);
+      KAlongRows{right + panel * L::kPanelBytes + from, tile % 4}.Load(0, b[term]);
+    }
+    ForProducts<L::kTerms>([&](int i, int j) {
+      WarpMultiply(m[0], a[i], b[j][0], b[j][1]);
+      WarpMultiply(m[1], a[i], b[j][2], b[j][3]);
+    });
   }
   KeepLower(reads_r || (kReverse && writes_k), m);
   if (marks.clears != 0) KeepSegments(marks, m);
   if (far) KeepFrames(m);
-  Left rounded;
+  Left rounded[L::kTerms];
   if (warp == 0)
     InvertUnitLower(m, rounded);
   else
     Round(m[0], m[1], rounded);
   const int place = reads_r ? (writes_k ? kQrk : kQrb) : (writes_k ? kAak : kM);
-  StoreMatrices(PackedTileAddress(products + place * kTileBytes), rounded);
+  const uint32_t to = PackedTileAddress(products + place * kTileBytes);
+#pragma unroll
+  for (int term = 0; term < L::kTerms; ++term)
+    StoreMatrices(to + term * L::kProductTermBytes, rounded[term]);
 }
 
 // The rows of a tile by which the state advances: those before `read_end` read the state before them,
@@ -453,11 +525,26 @@ template <typename T, typename L, bool kOutput, bool kSomeRows>
 __device__ void AdvanceState(int warp, uint32_t operands, uint32_t products, uint32_t y,
                              bool has_values, const AdvancingRows& rows, uint32_t (&words)[4],
                              float (&s)[L::kPanels][8][4]) {
-  constexpr int kReadFragments = kOutput ? 4 : 2;
+  constexpr int kReadFragments = kOutput ? 4 : 2, kTerms = L::kTerms;
   const int panel_of_v = warp / 4;
-  Left v = {};
+  Left v[kTerms] = {};
   if (has_values)
-    LoadLeftTransposed(operands + L::kV + panel_of_v * L::kPanelBytes, 0, warp % 4, v);
+#pragma unroll
+    for (int term = 0; term < kTerms; ++term)
+      LoadLeftTransposed(operands + L::kV + panel_of_v * L::kPanelBytes + term * L::kTermBytes, 0,
+                         warp % 4, v[term]);
+  const auto keep_writing = [&](Left(&x)[kTerms]) {
+#pragma unroll
+    for (Left& term : x) KeepTokens(rows.write_begin, rows.end, term);
+  };
+  // Matrix units cut off what they add to large sums. Floats have sums of a tile apart.
+  float of_tile[L::kPanels][8][4];
+  const auto sum = [&](int panel) -> float (&)[8][4] {
+    if constexpr (kTerms > 1)
+      return of_tile[panel];
+    else
+      return s[panel];
+  };
 
   // An Accumulator<kReadFragments>, on which nvcc 12.4 fails.
   float zy[kReadFragments][4];  // [Z | Y]^T = S [At; Rt]^T + V^T [Aak; Qrk]^T
@@ -468,13 +555,13 @@ __device__ void AdvanceState(int warp, uint32_t operands, uint32_t products, uin
       CommitProducts();
       Finish(zy);
     }
-    Left before[kPanelTiles];
+    Left before[kPanelTiles][kTerms];
     RoundPanel(s[panel], before);
     BeginProducts();
 #pragma unroll
     for (int tile = 0; tile < kPanelTiles; ++tile) {
       const KAlongRows read{operands + panel * L::kReadStride, tile};
-      MultiplyOrAdd(panel > 0 || tile > 0, zy, before[tile], read);
+      MultiplyOrAdd(panel > 0 || tile > 0, zy, before[tile], read, int{L::kTermBytes});
     }
   }
   if constexpr (kSomeRows) {
@@ -485,11 +572,12 @@ __device__ void AdvanceState(int warp, uint32_t operands, uint32_t products, uin
       KeepTokens<2>(0, rows.begin, rows.read_end, &zy[half]);
     BeginProducts();
   }
-  Multiply<true>(zy, v, PackedTiles{products + kAak * kTileBytes});  // and kQrk behind it
+  // The operand is Aak and Qrk behind it.
+  Multiply<true>(zy, v, PackedTiles{products + kAak * kTileBytes}, L::kProductTermBytes);
   CommitProducts();
   if constexpr (kSomeRows) {
     Finish(zy);
-    KeepTokens(rows.write_begin, rows.end, v);
+    keep_writing(v);
 #pragma unroll
     for (int panel = 0; panel < L::kPanels; ++panel)
       ForEachElement<8>([&](int fragment, int e) {
@@ -499,50 +587,69 @@ __device__ void AdvanceState(int warp, uint32_t operands, uint32_t products, uin
   }
 #pragma unroll
   for (int panel = 0; panel < L::kPanels; ++panel)
-    Multiply<true>(s[panel], v, KDownRows{operands + L::kK + panel * L::kPanelBytes});
+    Multiply<kTerms == 1>(sum(panel), v, KDownRows{operands + L::kK + panel * L::kPanelBytes},
+                          L::kTermBytes);
   CommitProducts();
   WaitForProducts<1>();
   Settle(zy);
 
-  Left rounded;
+  Left rounded[kTerms];
   Round(zy[0], zy[1], rounded);
   Accumulator<2> u;  // U^T = Z^T M^T
   BeginProducts();
-  Multiply<false>(u, rounded, PackedTiles{products + kM * kTileBytes});
+  Multiply<false>(u, rounded, PackedTiles{products + kM * kTileBytes}, L::kProductTermBytes);
   CommitProducts();
   Finish(u);
 
-  Left u_rounded;
+  Left u_rounded[kTerms];
   Round(u[0], u[1], u_rounded);
   BeginProducts();
   if constexpr (kOutput) {
     // Y += Qrb U. The operand is M and Qrb behind it: M U falls into Z, which is no longer needed.
-    Multiply<true>(zy, u_rounded, PackedTiles{products + kM * kTileBytes});
+    Multiply<true>(zy, u_rounded, PackedTiles{products + kM * kTileBytes}, L::kProductTermBytes);
     CommitProducts();
   }
   if constexpr (kSomeRows) {
     WaitForProducts<0>();
-    KeepTokens(rows.write_begin, rows.end, u_rounded);
+    keep_writing(u_rounded);
     BeginProducts();
   }
 #pragma unroll
   for (int panel = 0; panel < L::kPanels; ++panel)
-    Multiply<true>(s[panel], u_rounded, KDownRows{operands + L::kB + panel * L::kPanelBytes});
+    Multiply<true>(sum(panel), u_rounded, KDownRows{operands + L::kB + panel * L::kPanelBytes},
+                   L::kTermBytes);
   CommitProducts();
   if constexpr (kOutput) {
     WaitForProducts<1>();
     Settle(zy);
+    const auto advances = [&](int row) {
+      return !kSomeRows || (row >= rows.begin && row < rows.end);
+    };
+    const uint32_t y_panel = y + panel_of_v * L::kPanelBytes;
+    if constexpr (kTerms > 1) {
+      ForEachElement<2>([&](int i, int e) {
+        const int row = 8 * i + 2 * (Lane() % 4) + e % 2;
+        const int col = warp % 4 * 16 + Lane() / 4 + e / 2 * 8;
+        if (advances(row))
+          StoreWord(FloatAddress(y_panel, L::kPanelsBytes, row, col),
+                    __float_as_uint(zy[2 + i][e]));
+      });
+    } else {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = i % 2 * 8 + 2 * (Lane() % 4);
-      if (!kSomeRows || (row >= rows.begin && row < rows.end))
-        words[i] = Pair<T>::Round(zy[2 + i % 2][i / 2 * 2], zy[2 + i % 2][i / 2 * 2 + 1]);
+      for (int i = 0; i < 4; ++i)
+        if (advances(i % 2 * 8 + 2 * (Lane() % 4)))
+          words[i] = Pair<T>::Round(zy[2 + i % 2][i / 2 * 2], zy[2 + i % 2][i / 2 * 2 + 1]);
+      StoreTransposed(TileAddress(y_panel, 0, warp % 4), words);
     }
-    StoreTransposed(TileAddress(y + panel_of_v * L::kPanelBytes, 0, warp % 4), words);
   }
   WaitForProducts<0>();
 #pragma unroll
-  for (int panel = 0; panel < L::kPanels; ++panel) Settle(s[panel]);
+  for (int panel = 0; panel < L::kPanels; ++panel) {
+    Settle(sum(panel));
+    if constexpr (kTerms > 1)
+      ForEachElement<8>(
+          [&](int fragment, int e) { s[panel][fragment][e] += of_tile[panel][fragment][e]; });
+  }
 }
 
 // What a block does, and what a thread knows of its place in it. `tile` counts in the order of the
@@ -551,7 +658,7 @@ __device__ void AdvanceState(int warp, uint32_t operands, uint32_t products, uin
 template <typename T, int N, bool kReverse, bool kOutput, Work kWork, bool kMarked, Kind kKind>
 class ScanBlock {
  public:
-  using L = ScanLayout<N, kOutput, kWork, kKind>;
+  using L = ScanLayout<T, N, kOutput, kWork, kKind>;
   static constexpr bool kKeyed = L::kKeyed, kUnbounded = L::kUnbounded;
   static constexpr bool kTogether = kWork == Work::kTogether;
   static_assert(!kTogether || N == kPanelCols, "a warpgroup advances 64 rows of a state");
@@ -600,7 +707,7 @@ class ScanBlock {
     copy_to = PieceAddress(0, copy_row, piece);
     stride = static_cast<int>(scan.dims.heads * N);
     first = (span.first_token + first_token) * stride + (head - sequence * scan.dims.heads) * N +
-            piece * 8;
+            (L::kTerms == 1 ? 8 * piece : piece / 2 * 16 + piece % 2 * 4);
     return true;
   }
 
@@ -665,6 +772,7 @@ class ScanBlock {
  private:
   using Accumulators = StateAccumulator<N>;
   using State = typename Accumulators::State;
+  static constexpr int kFloatPiece = 8;
 
   // The number of a tile in time, and the token of a tile whose pieces this thread copies.
   __device__ int TimeOf(int tile) const { return kReverse ? tiles - 1 - tile : tile; }
@@ -700,7 +808,7 @@ class ScanBlock {
     return CopyBarrier(shared + L::kBarriers + 8 * (tile % L::kStages));
   }
   __device__ uint32_t RawDecaysOf(int tile) const {
-    return shared + L::kW + tile % L::kDecayStages * L::kPanels * L::kPanelBytes;
+    return shared + L::kW + tile % L::kDecayStages * L::kTerms * L::kPanelsBytes;
   }
   __device__ float* DecaysOf(int tile) const {
     return reinterpret_cast<float*>(memory + L::kDecays) + tile % L::kStages * 4 * L::kDecayStride;
@@ -718,7 +826,7 @@ class ScanBlock {
     return shared + L::kProducts + tile % 2 * L::kProductBytes;
   }
   __device__ uint32_t OutputOf(int tile) const {
-    return shared + L::kY + tile % 2 * L::kPanels * L::kPanelBytes;
+    return shared + L::kY + tile % 2 * L::kTerms * L::kPanelsBytes;
   }
 
   // Of a keyed call.
@@ -733,7 +841,8 @@ class ScanBlock {
       Parameters()[i] = from[static_cast<int64_t>(i / N) * stride + i % N];
   }
 
-  // Calls copy(panel, element, present) for the pieces of a tile that this thread copies.
+  // Calls copy(panel, element, present) for the pieces of a tile that this thread copies. Of floats it has two
+  // in each panel, which lie kFloatPiece elements apart, and where two terms do in shared memory.
   template <typename Fn>
   __device__ void ForPanelsOf(int tile, uint32_t word, Fn&& copy) const {
     const int token = TokenOf(tile);
@@ -746,7 +855,10 @@ class ScanBlock {
     const uint32_t to = OperandsOf(tile) + copy_to;
     ForPanelsOf(tile, word, [&](int panel, int64_t from, bool present) {
       const auto copy = [&](int at, const void* x) {
-        CopyAsync(to + at, static_cast<const T*>(x) + from, present);
+#pragma unroll
+        for (int i = 0; i < L::kTerms; ++i)
+          CopyAsync(to + at + i * L::kTermBytes, static_cast<const T*>(x) + from + i * kFloatPiece,
+                    present);
       };
       if constexpr (!kKeyed || kReverse) copy(L::kA + panel * L::kReadStride, scan.a);
       if constexpr (kOutput) copy(L::kR + panel * L::kReadStride, scan.r);
@@ -762,8 +874,10 @@ class ScanBlock {
   // The last copies of a tile: after them its CopyBarrier waits for all.
   __device__ __forceinline__ void CopyDecays(int tile) const {
     ForPanelsOf(tile, 0, [&](int panel, int64_t from, bool present) {
-      CopyAsync(RawDecaysOf(tile) + panel * L::kPanelBytes + copy_to,
-                static_cast<const T*>(scan.w) + from, present);
+#pragma unroll
+      for (int i = 0; i < L::kTerms; ++i)
+        CopyAsync(RawDecaysOf(tile) + panel * L::kPanelBytes + copy_to + i * L::kPanelsBytes,
+                  static_cast<const T*>(scan.w) + from + i * kFloatPiece, present);
     });
     CopyBarrierOf(tile).ArriveAfterCopies();
   }
@@ -809,12 +923,15 @@ class ScanBlock {
     else
       Accumulators::Load(order == 0 ? scan.start + head * N * N : TransitionOf(order - 1), s);
   }
-  // Saves the state before a chunk, or its gradient after it, in [B, N, H, V, K] of bfloat16; `head`
-  // is b * H + h.
+  // Saves the state before a chunk, or its gradient after it, in [B, N, H, V, K], of bfloat16 unless the
+  // operands are floats; `head` is b * H + h.
   __device__ __forceinline__ void SaveState(int tile, const State& s) const {
     const int64_t chunk = span.first_chunk + first_chunk + TimeOf(tile) / 4;
     const int64_t index = head + (chunk - sequence) * scan.dims.heads;
-    if (kReverse || scan.saved != nullptr)
+    if (!kReverse && scan.saved == nullptr) return;
+    if constexpr (L::kTerms > 1)
+      Accumulators::Store(s, static_cast<float*>(scan.saved) + index * N * N);
+    else
       Accumulators::StoreRounded(s, static_cast<uint4*>(scan.saved) + index * (N * N / 8));
   }
   __device__ __forceinline__ void Advance(int tile, uint32_t y, State& s) const {
@@ -856,10 +973,13 @@ class ScanBlock {
     const int token = TokenOf(tile);
 #pragma unroll
     for (int panel = 0; panel < L::kPanels; ++panel)
-      if (token < tokens)
-        *reinterpret_cast<uint4*>(static_cast<T*>(scan.y) + ElementOf(token) + kPanelCols * panel) =
-            *reinterpret_cast<const uint4*>(memory + (y - shared) + panel * L::kPanelBytes +
-                                            copy_to);
+#pragma unroll
+      for (int i = 0; i < L::kTerms; ++i)
+        if (token < tokens)
+          *reinterpret_cast<uint4*>(static_cast<T*>(scan.y) + ElementOf(token) +
+                                    kPanelCols * panel + i * kFloatPiece) =
+              *reinterpret_cast<const uint4*>(memory + (y - shared) + panel * L::kPanelBytes +
+                                              i * L::kPanelsBytes + copy_to);
   }
   __device__ __forceinline__ void StoreEnd(const State& s) const {
     if (!L::kTransition) {
@@ -895,9 +1015,9 @@ class ScanBlock {
 
 template <typename T, int N, bool kReverse, bool kOutput, Work kWork, bool kMarked, Kind kKind>
 __global__ __launch_bounds__(
-    ScanLayout<N, kOutput, kWork, kKind>::kThreads,
-    ScanLayout<N, kOutput, kWork, kKind>::kBlocks) void ScanKernel(const __grid_constant__ Scan
-                                                                       scan) {
+    ScanLayout<T, N, kOutput, kWork, kKind>::kThreads,
+    ScanLayout<T, N, kOutput, kWork, kKind>::kBlocks) void ScanKernel(const __grid_constant__ Scan
+                                                                          scan) {
   using Block = ScanBlock<T, N, kReverse, kOutput, kWork, kMarked, kKind>;
   RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
   Block block(scan, memory);
@@ -1008,7 +1128,7 @@ __global__ __launch_bounds__(kCombineThreads) void CombineKernel(Splits splits, 
 
 template <typename T, int N, bool kReverse, bool kOutput, Work kWork, Kind kKind>
 cudaError_t LaunchScan(cudaStream_t stream, const Scan& scan, const Grid& blocks) {
-  using L = ScanLayout<N, kOutput, kWork, kKind>;
+  using L = ScanLayout<T, N, kOutput, kWork, kKind>;
   const auto launch = [&](auto marked) {
     return Launch(ScanKernel<T, N, kReverse, kOutput, kWork, marked(), kKind>, blocks, L::kThreads,
                   L::kBytes, stream, scan);
@@ -1048,20 +1168,20 @@ cudaError_t RunScan(cudaStream_t stream, const Scan& scan, const Device& device)
   // more, that more of them hide each other's latency.
   if constexpr (N == kPanelCols) {
     const bool few = blocks.x * blocks.y <= 2 * device.multiprocessors;
-    if (!few || ScanLayout<N, kOutput, Work::kSpecialized, kKind>::kBytes > device.shared_memory)
+    if (!few || ScanLayout<T, N, kOutput, Work::kSpecialized, kKind>::kBytes > device.shared_memory)
       return LaunchScan<T, N, kReverse, kOutput, Work::kTogether, kKind>(stream, scan, blocks);
   }
   return LaunchScan<T, N, kReverse, kOutput, Work::kSpecialized, kKind>(stream, scan, blocks);
 }
 
 // Of heads of 64 and a bound that of keyed calls, which need more.
-template <int N, Kind kKind>
+template <typename T, int N, Kind kKind>
 int64_t SharedMemory(Pass pass) {
-  const int64_t transition = ScanLayout<N, false, Work::kTransition, kKind>::kBytes;
+  const int64_t transition = ScanLayout<T, N, false, Work::kTransition, kKind>::kBytes;
   if (pass != Pass::kForward && pass != Pass::kBackward) return transition;
   constexpr Work kLeast = N == kPanelCols ? Work::kTogether : Work::kSpecialized;
-  const int64_t scan = pass == Pass::kForward ? ScanLayout<N, true, kLeast, kKind>::kBytes
-                                              : ScanLayout<N, false, kLeast, kKind>::kBytes;
+  const int64_t scan = pass == Pass::kForward ? ScanLayout<T, N, true, kLeast, kKind>::kBytes
+                                              : ScanLayout<T, N, false, kLeast, kKind>::kBytes;
   return std::max({transition, scan, kCombineBytes<N>});
 }
 
@@ -1074,18 +1194,24 @@ Scan ReverseScan(const Wkv7BackwardCall& call, const Splits& splits) {
 
 }  // namespace
 
-int64_t Wkv7ScanSharedMemory(Pass pass, int64_t head_size, Decay decay) {
+int64_t Wkv7ScanSharedMemory(Pass pass, Dtype dtype, int64_t head_size, Decay decay) {
+  using Half = __nv_bfloat16;  // float16 takes as much
+  if (dtype == Dtype::kF32) return SharedMemory<float, 64, Kind::kUnbounded>(pass);
   if (decay == Decay::kSigmoid)
-    return head_size == 64 ? SharedMemory<64, Kind::kKeyed>(pass)
-                           : SharedMemory<128, Kind::kBounded>(pass);
-  return head_size == 64 ? SharedMemory<64, Kind::kUnbounded>(pass)
-                         : SharedMemory<128, Kind::kUnbounded>(pass);
+    return head_size == 64 ? SharedMemory<Half, 64, Kind::kKeyed>(pass)
+                           : SharedMemory<Half, 128, Kind::kBounded>(pass);
+  return head_size == 64 ? SharedMemory<Half, 64, Kind::kUnbounded>(pass)
+                         : SharedMemory<Half, 128, Kind::kUnbounded>(pass);
 }
 
 cudaError_t Wkv7Scan(cudaStream_t stream, const Wkv7ForwardCall& call, const Device& device,
                      const Splits& splits) {
+  const Scan scan{call, call.initial_state, call.final_state, call.y, call.states, splits};
+  if (call.dtype == Dtype::kF32)
+    return ForHeadSize<64>(call.dims.head_size, 0.0f, [&](auto zero, auto size) {
+      return RunScan<float, size(), false, Kind::kUnbounded>(stream, scan, device);
+    });
   return ForHalfTypes<64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
-    const Scan scan{call, call.initial_state, call.final_state, call.y, call.states, splits};
     return ForKind(scan, [&](auto kind) {
       return RunScan<decltype(zero), size(), false, kind()>(stream, scan, device);
     });

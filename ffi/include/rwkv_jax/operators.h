@@ -257,8 +257,10 @@ class CallReader {
       call.dims = operands.Heads(tokens, max_head_size_);
       problem.heads = call.dims.heads, problem.head_size = call.dims.head_size;
       call.states_dtype = operands.saved_dtype();
-      // Kernels on matrix units round the states that they save, and take rounded ones.
-      if (problem.saves && call.states_dtype != Dtype::kBF16) problem.exact = true;
+      // Kernels on matrix units round the states that they save, and take rounded ones, unless the
+      // operands are of float32.
+      const Dtype states = call.dtype == Dtype::kF32 ? Dtype::kF32 : Dtype::kBF16;
+      if (problem.saves && call.states_dtype != states) problem.exact = true;
     }
   }
 

@@ -636,6 +636,12 @@ inline void StoreWord(uint32_t address, uint32_t x) {
   std::memcpy(emulation::shared + address, &x, 4);
 }
 
+inline uint32_t LoadWord(uint32_t address) {
+  uint32_t x;
+  std::memcpy(&x, emulation::shared + address, 4);
+  return x;
+}
+
 inline void WarpMultiply(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   emulation::Multiply(sum, a, b0, b1, emulation::FromBf16);
 }
