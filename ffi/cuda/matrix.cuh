@@ -107,13 +107,13 @@ __device__ void Round(float low, float high, uint32_t (&x)[kTerms]) {
 }
 
 // Two fragments as terms.
-template <int kTerms>
+template <typename T = __nv_bfloat16, int kTerms>
 __device__ void Round(const float (&left)[4], const float (&right)[4], Left (&x)[kTerms]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const float* const pair = (i < 2 ? left : right) + i % 2 * 2;
     uint32_t terms[kTerms];
-    Round(pair[0], pair[1], terms);
+    Round<T>(pair[0], pair[1], terms);
 #pragma unroll
     for (int term = 0; term < kTerms; ++term) x[term][i] = terms[term];
   }

@@ -25,8 +25,9 @@ int64_t MostSplits(const Device& device, int64_t heads, int64_t head_size) {
 Rules Wkv7Rules(const Problem& problem) {
   const int64_t scan =
       Wkv7ScanSharedMemory(problem.pass, problem.dtype, problem.head_size, problem.decay);
-  const int64_t gradients = Wkv7GradientSharedMemory(problem.head_size);
-  const bool takes_float32 = problem.head_size == 64 && problem.pass == Pass::kForward;
+  const int64_t gradients = Wkv7GradientSharedMemory(problem.dtype, problem.head_size);
+  const bool takes_float32 = problem.head_size == 64 &&
+                             (problem.pass == Pass::kForward || problem.pass == Pass::kBackward);
   return {problem.head_size == 64 || problem.head_size == 128,
           takes_float32,
           problem.decay != Decay::kSigmoid,

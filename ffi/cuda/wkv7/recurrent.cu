@@ -356,6 +356,10 @@ struct SteepChunks {
   const void* gradients;
 };
 
+// The element type of those gradients.
+template <typename T>
+using SteepState = std::conditional_t<std::is_same_v<T, float>, float, __nv_bfloat16>;
+
 // A split takes its chunks from the last to the first. In a chunk there are two phases:
 //   - The whole chunk is replayed once from its saved state. That leaves in the scratch the state
 //     before each quad of kReplayTokens tokens but the first, and S_{t-1} a_t of each token.
@@ -394,7 +398,7 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
     Fragment<G> ds, s;
     if constexpr (kSteep)
       LoadState(partition,
-                static_cast<const __nv_bfloat16*>(steep.gradients) + head.SavedState(first_chunk),
+                static_cast<const SteepState<T>*>(steep.gradients) + head.SavedState(first_chunk),
                 ds);
     else
       LoadState(partition, last_chunk == chunks ? dfinal_state + head.State() : ds_end, ds);
@@ -599,13 +603,15 @@ cudaError_t Wkv7SteepChunks(cudaStream_t stream, const Wkv7BackwardCall& call,
                             const ReplayScratch& scratch, const uint4* gradients,
                             const uint32_t* steep) {
   if (scratch.heads == 0) return cudaSuccess;
-  return ForHalfTypes<64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
+  const auto launch = [&](auto zero, auto size) {
     return ForMarks(call.marks, [&](auto marked) {
       // Steep chunks are rare: one kernel for every device will do.
       return LaunchBackward<decltype(zero), size(), marked(), false, true>(
           stream, call, {0, scratch}, scratch.heads, {steep, gradients});
     });
-  });
+  };
+  if (call.dtype == Dtype::kF32) return ForHeadSize<64>(call.dims.head_size, 0.0f, launch);
+  return ForHalfTypes<64, 128>(call.dtype, call.dims.head_size, launch);
 }
 
 }  // namespace rwkv_jax::cuda
