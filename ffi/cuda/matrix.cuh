@@ -47,13 +47,13 @@ template <typename T>
 constexpr int kTermsOf = std::is_same_v<T, float> ? 2 : 1;
 
 // Calls fn(i, j) for the products of term i of one operand and term j of the other. A product of two second
-// terms would be less than what the terms leave.
-template <int kTerms, typename Fn>
+// terms would be less than what the terms leave, and comes only if kAll.
+template <int kTerms, bool kAll = false, typename Fn>
 __device__ void ForProducts(Fn&& fn) {
 #pragma unroll
   for (int i = 0; i < kTerms; ++i)
 #pragma unroll
-    for (int j = 0; j < kTerms - i; ++j) fn(i, j);
+    for (int j = 0; j < (kAll ? kTerms : kTerms - i); ++j) fn(i, j);
 }
 
 // Two elements of a 16-bit type in one register.

@@ -181,7 +181,7 @@ __device__ void Product(int warp, Accumulator<8>& sum, const LeftOperand& left,
   BeginProducts();
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile)
-    ForProducts<L::kTerms>([&](int i, int j) {
+    ForProducts<L::kTerms, true>([&](int i, int j) {
       MultiplyOrAdd(kAdd || tile + i + j > 0, sum, warp, left.Tile(tile).Behind(i * L::kTermBytes),
                     right.Tile(tile).Behind(j * L::kTermBytes));
     });
@@ -195,7 +195,10 @@ __device__ void Product(Accumulator<8>& sum, const Left (&left)[kChunkTiles][L::
   BeginProducts();
 #pragma unroll
   for (int tile = 0; tile < kChunkTiles; ++tile)
-    MultiplyOrAdd(kAdd || tile > 0, sum, left[tile], right.Tile(tile), int{L::kTermBytes});
+    ForProducts<L::kTerms, true>([&](int i, int j) {
+      MultiplyOrAdd(kAdd || tile + i + j > 0, sum, left[tile][i],
+                    right.Tile(tile).Behind(j * L::kTermBytes));
+    });
   CommitProducts();
 }
 
@@ -216,13 +219,17 @@ __device__ void LoadTransposedPanel(uint32_t panel, int column, int first,
 template <typename L, bool kAdd, int kTiles, typename Right>
 __device__ void ProductPair(HalfAccumulator (&sums)[2], const Left (&left)[kTiles][L::kTerms],
                             int first, const Right& right_of_first, const Right& right_of_second) {
-  constexpr int kLow = L::kTermBytes;
   BeginProducts();
 #pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
-    MultiplyOrAdd(kAdd || tile > 0, sums[0], left[tile], right_of_first.Tile(first + tile), kLow);
-    MultiplyOrAdd(kAdd || tile > 0, sums[1], left[tile], right_of_second.Tile(first + tile), kLow);
-  }
+  for (int tile = 0; tile < kTiles; ++tile)
+    ForProducts<L::kTerms, true>([&](int i, int j) {
+      const bool add = kAdd || tile + i + j > 0;
+      const auto multiply = [&](HalfAccumulator& sum, const Right& right) {
+        MultiplyOrAdd(add, sum, left[tile][i], right.Tile(first + tile).Behind(j * L::kTermBytes));
+      };
+      multiply(sums[0], right_of_first);
+      multiply(sums[1], right_of_second);
+    });
   CommitProducts();
 }
 
@@ -234,7 +241,7 @@ __device__ void AddFrameProduct(Accumulator<kFragments>& sum, int frame,
 #pragma unroll
   for (int term = 0; term < L::kTerms; ++term)
     right.Behind(term * L::kTermBytes).Load(frame, b[term]);
-  ForProducts<L::kTerms>([&](int i, int j) {
+  ForProducts<L::kTerms, true>([&](int i, int j) {
     WarpMultiply(sum[2 * frame], left[i], b[j][0], b[j][1]);
     WarpMultiply(sum[2 * frame + 1], left[i], b[j][2], b[j][3]);
   });
@@ -395,7 +402,7 @@ __device__ void InvertPanel(int warp, int barrier, uint32_t panel) {
     for (int i = 0; i < 2; ++i) {
       uint32_t upper[L::kTerms], lower[L::kTerms];
       Round(left[i][0], left[i][1], upper), Round(left[i][2], left[i][3], lower);
-      ForProducts<L::kTerms>([&](int a, int b) {
+      ForProducts<L::kTerms, true>([&](int a, int b) {
         WarpMultiply(corner[i], own[a], Transposed(upper[b]), Transposed(lower[b]));
       });
     }
