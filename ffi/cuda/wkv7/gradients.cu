@@ -95,8 +95,9 @@ namespace {
 // kernel. It keeps the factors of operands within 2^88.
 constexpr float kMaxFrameLog2 = 174.0f;
 // The same for each token of the frame. Where all tokens forget more, the gradients of their decays are as small
-// as what rounding leaves of the terms that cancel in them.
-constexpr float kMaxMeanLog2 = 16.0f;
+// as what rounding leaves of the terms that cancel in them. Of floats less may be left.
+template <typename T>
+constexpr float kMaxMeanLog2 = std::is_same_v<T, float> ? 6.0f : 16.0f;
 static_assert(-kLeastLog2 <= kMaxFrameLog2, "a token that forgets all leaves its frame in range");
 
 constexpr int kChunkTokens = static_cast<int>(kChunk);
@@ -173,6 +174,9 @@ struct Down {
 
   __device__ KDownRows Tile(int tile) const { return {panel, tile, column}; }
 };
+
+// The terms of floats have all their products here: with fewer of them, pairs of tokens would not cancel in the
+// gradient of a decay.
 
 // Starts sum = left right, or sum += left right if kAdd, over kTiles tiles of k.
 template <typename L, bool kAdd, int kTiles, typename LeftOperand, typename Right>
@@ -655,7 +659,7 @@ class ChunkGradients {
 #pragma unroll
       for (int f = 0; f < 2; ++f) {
         const int own_tokens = tokens - kTileTokens * (FirstTile() + f);
-        const float most = fminf(kMaxFrameLog2, kMaxMeanLog2 * static_cast<float>(own_tokens));
+        const float most = fminf(kMaxFrameLog2, kMaxMeanLog2<T> * static_cast<float>(own_tokens));
         in_range = in_range && (own_tokens <= 0 || fabsf(frame[f]) <= most);
         // G begins at -sum in half 0, and at 0 in half 1.
         c[f] = rintf(0.5f * frame[f] + (f == 0 ? 0.0f : frame[0]) - (half == 0 ? sum : 0.0f));
