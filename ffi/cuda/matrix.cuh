@@ -46,13 +46,13 @@ template <typename T>
 constexpr int kTermsOf = std::is_same_v<T, float> ? 2 : 1;
 
 // Calls fn(i, j) for the products of term i of one operand and term j of the other. The product of two second
-// terms is left out: it is no larger than what two terms leave of a float.
-template <int kTerms, typename Fn>
+// terms is no larger than what two terms leave of a float, and comes only if kAll.
+template <int kTerms, bool kAll = false, typename Fn>
 __device__ void ForProducts(Fn&& fn) {
 #pragma unroll
   for (int i = 0; i < kTerms; ++i)
 #pragma unroll
-    for (int j = 0; j < kTerms - i; ++j) fn(i, j);
+    for (int j = 0; j < (kAll ? kTerms : kTerms - i); ++j) fn(i, j);
 }
 
 // Two elements of a 16-bit type in one register.
@@ -106,13 +106,13 @@ __device__ void Round(float low, float high, uint32_t (&x)[kTerms]) {
 }
 
 // Two fragments as terms.
-template <int kTerms>
+template <typename T = __nv_bfloat16, int kTerms>
 __device__ void Round(const float (&left)[4], const float (&right)[4], Left (&x)[kTerms]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const float* const pair = (i < 2 ? left : right) + i % 2 * 2;
     uint32_t terms[kTerms];
-    Round(pair[0], pair[1], terms);
+    Round<T>(pair[0], pair[1], terms);
 #pragma unroll
     for (int term = 0; term < kTerms; ++term) x[term][i] = terms[term];
   }

@@ -10,6 +10,7 @@
 
 #include "grid.h"
 #include "rwkv_jax/sequences.h"
+#include "rwkv_jax/types.h"
 
 namespace rwkv_jax::cuda {
 
@@ -21,8 +22,11 @@ struct ReplayScratch {
   int64_t stride;  // floats for each head
 };
 
-// The floats of the gradient of one state at the end of a chunk, [V, K] of bfloat16.
-constexpr int64_t StateGradientFloats(int64_t head_size) { return head_size * head_size / 2; }
+// The floats of the gradient of one state at the end of a chunk, [V, K] of bfloat16 or, in calls of float32, of
+// float32.
+constexpr int64_t StateGradientFloats(Dtype dtype, int64_t head_size) {
+  return head_size * head_size / (dtype == Dtype::kF32 ? 1 : 2);
+}
 
 // The work of a block: a split of a sequence, or nothing if `split` is negative.
 struct BlockWork {

@@ -98,8 +98,9 @@ namespace {
 // kernel. It keeps the factors of operands within 2^88.
 constexpr float kMaxFrameLog2 = 174.0f;
 // The same for each token of the frame. Where all tokens forget more, the gradients of their decays are as small
-// as what rounding leaves of the terms that cancel in them.
-constexpr float kMaxMeanLog2 = 16.0f;
+// as what rounding leaves of the terms that cancel in them. Of floats less may be left.
+template <typename T>
+constexpr float kMaxMeanLog2 = std::is_same_v<T, float> ? 6.0f : 16.0f;
 constexpr int kCentre = 512;  // more than any c / 2
 static_assert(-kLeastLog2 <= kMaxFrameLog2, "a token that forgets all leaves its frame in range");
 
@@ -114,11 +115,13 @@ constexpr int kHalfFragments = kHalfTokens / 8;
 using HalfAccumulator = Accumulator<kHalfFragments>;  // 64 channels by half of the tokens
 
 // Shared memory. Arrays [64 tokens, N] are kPanels panels, one for each 64 channels; states [V, K]
-// are kPanels panels, one for each 64 columns; a product of tokens by tokens is one panel. What an
+// are kPanels panels, one for each 64 columns; a product of tokens by tokens is one panel. Of floats all these
+// are terms (matrix.cuh), and the second terms lie kTermBytes behind the first ones. What an
 // array holds changes from phase to phase; its last content is staged there on the way to global
 // memory.
-template <int N>
+template <typename T, int N>
 struct GradientLayout {
+  static constexpr int kTerms = kTermsOf<T>;
   static constexpr int kPanels = N / kPanelCols;
   static constexpr int kGroups = 2 * kPanels;
   static constexpr int kThreads = 128 * kGroups;
@@ -141,20 +144,21 @@ struct GradientLayout {
   static constexpr int kAak = kM + kPanelBytes;  // Aak, dv of the second panel, dAak
   static constexpr int kQrb = kAak + kPanelBytes;  // Qrb, dQrb
   static constexpr int kQrk = kQrb + kPanelBytes;  // Qrk, dQrk
+  static constexpr int kTermBytes = kQrk + kPanelBytes;
   // float [4, N]: first the sums of the log decays of both halves or, of decays without a bound, the factors of S0
   // and dS, and then Centres. Then rows 0 and 1 have the sums of dS * S_L of both halves, and row 3 has the sum
   // of the reads of the second half.
-  static constexpr int kSums = kQrk + kPanelBytes;
+  static constexpr int kSums = kTerms * kTermBytes;
   static constexpr int kBytes = kSums + 4 * N * sizeof(float);
 };
 
 // Named barriers; 0 is __syncthreads. The table of phases says what each is for.
-template <int N>
+template <typename L>
 struct GradientBarriers {
   enum NamedBarrier : int {
-    kWarpgroup = 1,                                   // + the warpgroup: its 128 threads
-    kHalf = kWarpgroup + GradientLayout<N>::kGroups,  // + the half: its warpgroups of all panels
-    kValues = kHalf + 2,  // all threads, which wait at it in different phases
+    kWarpgroup = 1,                   // + the warpgroup: its 128 threads
+    kHalf = kWarpgroup + L::kGroups,  // + the half: its warpgroups of all panels
+    kValues = kHalf + 2,              // all threads, which wait at it in different phases
   };
 };
 
@@ -175,80 +179,134 @@ struct Down {
   __device__ KDownRows Tile(int tile) const { return {panel, tile, column}; }
 };
 
+// The terms of floats have all their products here: with fewer of them, pairs of tokens would not cancel in the
+// gradient of a decay.
+
 // Starts sum = left right, or sum += left right if kAdd, over kTiles tiles of k.
-template <bool kAdd, int kTiles, typename LeftOperand, typename Right>
+template <typename L, bool kAdd, int kTiles, typename LeftOperand, typename Right>
 __device__ void Product(int warp, Accumulator<8>& sum, const LeftOperand& left,
                         const Right& right) {
   BeginProducts();
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile)
-    MultiplyOrAdd(kAdd || tile > 0, sum, warp, left.Tile(tile), right.Tile(tile));
+    ForProducts<L::kTerms, true>([&](int i, int j) {
+      MultiplyOrAdd(kAdd || tile + i + j > 0, sum, warp, left.Tile(tile).Behind(i * L::kTermBytes),
+                    right.Tile(tile).Behind(j * L::kTermBytes));
+    });
   CommitProducts();
 }
 
 // The same product with the left operand in registers and k over the tokens of the chunk.
-template <bool kAdd, typename Right>
-__device__ void Product(Accumulator<8>& sum, const Left (&left)[kChunkTiles], const Right& right) {
+template <typename L, bool kAdd, typename Right>
+__device__ void Product(Accumulator<8>& sum, const Left (&left)[kChunkTiles][L::kTerms],
+                        const Right& right) {
   BeginProducts();
 #pragma unroll
   for (int tile = 0; tile < kChunkTiles; ++tile)
-    MultiplyOrAdd(kAdd || tile > 0, sum, left[tile], right.Tile(tile));
+    ForProducts<L::kTerms, true>([&](int i, int j) {
+      MultiplyOrAdd(kAdd || tile + i + j > 0, sum, left[tile][i],
+                    right.Tile(tile).Behind(j * L::kTermBytes));
+    });
   CommitProducts();
 }
 
 // Loads left operands from the transpose of a panel: columns 16 * column to 16 * column + 15, and
 // kTiles tiles of rows from `first` on.
-template <int kTiles>
-__device__ void LoadTransposedPanel(uint32_t panel, int column, int first, Left (&left)[kTiles]) {
+template <typename L, int kTiles>
+__device__ void LoadTransposedPanel(uint32_t panel, int column, int first,
+                                    Left (&left)[kTiles][L::kTerms]) {
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile)
-    LoadLeftTransposed(panel, 16 * (first + tile), column, left[tile]);
+#pragma unroll
+    for (int term = 0; term < L::kTerms; ++term)
+      LoadLeftTransposed(panel + term * L::kTermBytes, 16 * (first + tile), column,
+                         left[tile][term]);
 }
 
 // Starts two products with the same left operand, over kTiles tiles of k from `first` on.
-template <bool kAdd, int kTiles, typename Right>
-__device__ void ProductPair(HalfAccumulator (&sums)[2], const Left (&left)[kTiles], int first,
-                            const Right& right_of_first, const Right& right_of_second) {
+template <typename L, bool kAdd, int kTiles, typename Right>
+__device__ void ProductPair(HalfAccumulator (&sums)[2], const Left (&left)[kTiles][L::kTerms],
+                            int first, const Right& right_of_first, const Right& right_of_second) {
   BeginProducts();
 #pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
-    MultiplyOrAdd(kAdd || tile > 0, sums[0], left[tile], right_of_first.Tile(first + tile));
-    MultiplyOrAdd(kAdd || tile > 0, sums[1], left[tile], right_of_second.Tile(first + tile));
-  }
+  for (int tile = 0; tile < kTiles; ++tile)
+    ForProducts<L::kTerms, true>([&](int i, int j) {
+      const bool add = kAdd || tile + i + j > 0;
+      const auto multiply = [&](HalfAccumulator& sum, const Right& right) {
+        MultiplyOrAdd(add, sum, left[tile][i], right.Tile(first + tile).Behind(j * L::kTermBytes));
+      };
+      multiply(sums[0], right_of_first);
+      multiply(sums[1], right_of_second);
+    });
   CommitProducts();
 }
 
 // Adds the product of a tile of k to the columns of a frame of one tile, at once.
-template <int kFragments, typename Right>
-__device__ void AddFrameProduct(Accumulator<kFragments>& sum, int frame, const Left& left,
-                                const Right& right) {
-  uint32_t b[4];
-  right.Load(frame, b);
-  WarpMultiply(sum[2 * frame], left, b[0], b[1]);
-  WarpMultiply(sum[2 * frame + 1], left, b[2], b[3]);
+template <typename L, int kFragments, typename Right>
+__device__ void AddFrameProduct(Accumulator<kFragments>& sum, int frame,
+                                const Left (&left)[L::kTerms], const Right& right) {
+  uint32_t b[L::kTerms][4];
+#pragma unroll
+  for (int term = 0; term < L::kTerms; ++term)
+    right.Behind(term * L::kTermBytes).Load(frame, b[term]);
+  ForProducts<L::kTerms, true>([&](int i, int j) {
+    WarpMultiply(sum[2 * frame], left[i], b[j][0], b[j][1]);
+    WarpMultiply(sum[2 * frame + 1], left[i], b[j][2], b[j][3]);
+  });
+}
+
+// Register i of an operand as numbers.
+template <int kTerms>
+__device__ float2 ValuesOf(const uint32_t (&x)[kTerms][4], int i) {
+  float2 sum = {Bf16::Low(x[0][i]), Bf16::High(x[0][i])};
+#pragma unroll
+  for (int term = 1; term < kTerms; ++term)
+    sum.x += Bf16::Low(x[term][i]), sum.y += Bf16::High(x[term][i]);
+  return sum;
 }
 
 // The 16 channels of a warp in a panel of tokens: columns of the panel, rows of an accumulator. The
 // registers of a tile here are two fragments of an accumulator, of 8 tokens each.
+template <typename L>
 struct WarpChannels {
   uint32_t panel;
   int column;  // in tiles
 
-  __device__ uint32_t Address(int tile) const {
-    return TileAddressByRows(panel, 16 * tile, column);
+  __device__ uint32_t Address(int tile, int term = 0) const {
+    return TileAddressByRows(panel + term * L::kTermBytes, 16 * tile, column);
   }
-  __device__ void Load(int tile, uint32_t (&x)[4]) const { LoadTransposed(Address(tile), x); }
-  __device__ void Store(int tile, const uint32_t (&x)[4]) const {
-    StoreTransposed(Address(tile), x);
+  __device__ void Load(int tile, uint32_t (&x)[L::kTerms][4]) const {
+#pragma unroll
+    for (int term = 0; term < L::kTerms; ++term) LoadTransposed(Address(tile, term), x[term]);
   }
-  // Rounds an accumulator and stores it as the tiles from `first` on.
+  __device__ void Store(int tile, const uint32_t (&x)[L::kTerms][4]) const {
+#pragma unroll
+    for (int term = 0; term < L::kTerms; ++term) StoreTransposed(Address(tile, term), x[term]);
+  }
+  // Where a float lies that is element `element` of fragment `fragment` of a tile.
+  __device__ uint32_t FloatAt(int tile, int fragment, int element) const {
+    return FloatAddress(panel, L::kTermBytes,
+                        16 * tile + 8 * fragment + 2 * (Lane() % 4) + element % 2,
+                        16 * column + Lane() / 4 + element / 2 * 8);
+  }
+  __device__ void LoadFloats(int tile, float (&x)[2][4]) const {
+    ForEachElement<2>(
+        [&](int i, int e) { x[i][e] = __uint_as_float(LoadWord(FloatAt(tile, i, e))); });
+  }
+  // Rounds an accumulator to T and stores it as the tiles from `first` on.
   template <typename T, int kFragments>
   __device__ void StoreSum(int first, const Accumulator<kFragments>& sum) const {
 #pragma unroll
     for (int tile = 0; tile < kFragments / 2; ++tile) {
-      uint32_t x[4];
-      Round<T>(sum[2 * tile], sum[2 * tile + 1], x);
-      Store(first + tile, x);
+      if constexpr (std::is_same_v<T, float>) {
+        ForEachElement<2>([&](int i, int e) {
+          StoreWord(FloatAt(first + tile, i, e), __float_as_uint(sum[2 * tile + i][e]));
+        });
+      } else {
+        Left x[L::kTerms];
+        Round<T>(sum[2 * tile], sum[2 * tile + 1], x);
+        Store(first + tile, x);
+      }
     }
   }
   // Calls fn(fragment, element, low, high) with the values of elements `element` and `element` + 1
@@ -257,17 +315,20 @@ struct WarpChannels {
   __device__ void ForEachPair(int first, Fn&& fn) const {
 #pragma unroll
     for (int tile = 0; tile < kHalfTiles; ++tile) {
-      uint32_t x[4];
+      uint32_t x[L::kTerms][4];
       Load(first + tile, x);
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        fn(2 * tile + i / 2, i % 2 * 2, Bf16::Low(x[i]), Bf16::High(x[i]));
+      for (int i = 0; i < 4; ++i) {
+        const float2 pair = ValuesOf(x, i);
+        fn(2 * tile + i / 2, i % 2 * 2, pair.x, pair.y);
+      }
     }
   }
 };
 
 // Stores the lower triangle of a product of tokens by tokens in a panel, rounded: with the diagonal
 // if `diagonal`, and without the pairs of tokens of different segments. What is cleared may be infinite.
+template <typename L>
 __device__ void StoreLower(int warp, uint32_t panel, bool diagonal, const ChunkMarks& marks,
                            Accumulator<8>& sum) {
   if (marks.starts != 0)
@@ -280,7 +341,7 @@ __device__ void StoreLower(int warp, uint32_t panel, bool diagonal, const ChunkM
     }
 #pragma unroll
   for (int tile = 0; tile < kChunkTiles; ++tile) {
-    Left x = {};
+    Left x[L::kTerms] = {};
     if (tile < warp) {
       Round(sum[2 * tile], sum[2 * tile + 1], x);
     } else if (tile == warp) {
@@ -290,24 +351,32 @@ __device__ void StoreLower(int warp, uint32_t panel, bool diagonal, const ChunkM
       KeepLower(diagonal, corner);
       Round(corner[0], corner[1], x);
     }
-    StoreMatrices(TileAddress(panel, 16 * warp, tile), x);
+#pragma unroll
+    for (int term = 0; term < L::kTerms; ++term)
+      StoreMatrices(TileAddress(panel + term * L::kTermBytes, 16 * warp, tile), x[term]);
   }
 }
 
 // The tiles of a panel of tokens by tokens; row and col count tiles.
+template <typename L>
 struct Triangle {
+  using Operand = Left[L::kTerms];
+
   uint32_t panel;
 
-  __device__ void Load(int row, int col, Left& a) const { LoadLeft(panel, 16 * row, col, a); }
-  __device__ void Store(int row, int col, const Left& a) const {
-    StoreMatrices(TileAddress(panel, 16 * row, col), a);
+  __device__ void Load(int row, int col, Operand& a) const {
+#pragma unroll
+    for (int term = 0; term < L::kTerms; ++term)
+      LoadLeft(panel + term * L::kTermBytes, 16 * row, col, a[term]);
+  }
+  __device__ void Store(int row, int col, const Operand& a) const {
+#pragma unroll
+    for (int term = 0; term < L::kTerms; ++term)
+      StoreMatrices(TileAddress(panel + term * L::kTermBytes, 16 * row, col), a[term]);
   }
   // sum += a (the tile at row, col)
-  __device__ void AddProduct(Accumulator<2>& sum, const Left& a, int row, int col) const {
-    uint32_t b[4];
-    LoadTransposed(TileAddress(panel, 16 * row, col), b);
-    WarpMultiply(sum[0], a, b[0], b[1]);
-    WarpMultiply(sum[1], a, b[2], b[3]);
+  __device__ void AddProduct(Accumulator<2>& sum, const Operand& a, int row, int col) const {
+    AddFrameProduct<L>(sum, 0, a, KDownRows{panel, row, col});
   }
 };
 
@@ -316,18 +385,19 @@ struct Triangle {
 // tile per warp to 32 and then to all 64 tokens.
 constexpr int kInvertBarriers = 4;  // how often InvertPanel waits at the barrier
 
+template <typename L>
 __device__ void InvertPanel(int warp, int barrier, uint32_t panel) {
-  const Triangle triangle{panel};
-  Left x, inverse[1];
-  Left& own = inverse[0];
+  const Triangle<L> triangle{panel};
+  using Operand = typename Triangle<L>::Operand;
+  Operand x, own;
   Accumulator<2> sum = {};
   triangle.Load(warp, warp, x);
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    sum[i][0] = Bf16::Low(x[2 * i]), sum[i][1] = Bf16::High(x[2 * i]);
-    sum[i][2] = Bf16::Low(x[2 * i + 1]), sum[i][3] = Bf16::High(x[2 * i + 1]);
+  for (int i = 0; i < 4; ++i) {
+    const float2 pair = ValuesOf(x, i);
+    sum[i / 2][i % 2 * 2] = pair.x, sum[i / 2][i % 2 * 2 + 1] = pair.y;
   }
-  InvertUnitLower(sum, inverse);
+  InvertUnitLower(sum, own);
   triangle.Store(warp, warp, own);
   Synchronize(barrier, 128);
 
@@ -337,18 +407,22 @@ __device__ void InvertPanel(int warp, int barrier, uint32_t panel) {
     triangle.Load(warp, warp - 1, x);
     triangle.AddProduct(left, x, warp - 1, warp - 1);
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
-      WarpMultiply(corner[i], own, Transposed(Bf16::Round(left[i][0], left[i][1])),
-                   Transposed(Bf16::Round(left[i][2], left[i][3])));
+    for (int i = 0; i < 2; ++i) {
+      uint32_t upper[L::kTerms], lower[L::kTerms];
+      Round(left[i][0], left[i][1], upper), Round(left[i][2], left[i][3], lower);
+      ForProducts<L::kTerms, true>([&](int a, int b) {
+        WarpMultiply(corner[i], own[a], Transposed(upper[b]), Transposed(lower[b]));
+      });
+    }
     Round(corner[0], corner[1], x);
     triangle.Store(warp, warp - 1, x);
   }
   Synchronize(barrier, 128);
 
   // 64 tokens: W = A D with D of the upper half, stored over A; then D of the lower half times W.
-  Left w[2];
+  Operand w[2];
   if (warp >= 2) {
-    Left a[2];
+    Operand a[2];
     triangle.Load(warp, 0, a[0]);
     triangle.Load(warp, 1, a[1]);
 #pragma unroll
@@ -396,11 +470,13 @@ __device__ inline uint32_t MultiplyTwice(uint32_t x, uint32_t factors) {
 }
 
 // The decays of the channels of a warp and the tokens of its half.
+template <int kTerms>
 struct HalfDecays {
   HalfAccumulator writes = {};             // c - G
   bool in_range = true, one_frame = true;  // as far as this thread knows
-  uint32_t raw_w[kHalfTiles][4];
-  Left log_decays[kHalfTiles];  // of float16, scaled; needed until the operands are scaled
+  // In the order of LoadTransposed; floats are two in place of a pair.
+  std::conditional_t<kTerms == 1, uint32_t[4], float[4][2]> raw_w[kHalfTiles];
+  Left log_decays[kHalfTiles][kTerms];  // of float16, scaled; needed until the operands are scaled
 };
 
 // What the gradients of keys and queries leave for the gradient of the decays, for the same
@@ -417,18 +493,23 @@ template <typename T, int N, bool kMarked, bool kFramed, typename Call>
 class ChunkGradients {
  public:
   static constexpr bool kKeyed = std::is_same_v<Call, Wkv7KeyedBackwardCall>;
+  using L = GradientLayout<T, N>;
+  using B = GradientBarriers<L>;
+  using Channels = WarpChannels<L>;
+  using Decays = HalfDecays<L::kTerms>;
+  static constexpr int kTerms = L::kTerms;
+  static constexpr bool kFloat = kTerms > 1;
+  static_assert(!kFloat || (kFramed && kMarked), "floats have one kernel");
   // Whether heads have no other K and V than N.
-  static constexpr bool kFilled = !kMarked || kKeyed;
-  using L = GradientLayout<N>;
-  using B = GradientBarriers<N>;
+  static constexpr bool kFilled = !kMarked || kKeyed || kFloat;
   static constexpr int kTiles = N / kTileTokens;
   static constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
-  // A piece is 16 bytes.
+  // A piece is 8 columns, 16 bytes of each term.
   static constexpr int kRowPieces = N / 8;
   static constexpr int kStatePieces = N * kRowPieces;
   static constexpr int kStateSteps = kStatePieces / L::kThreads;
   struct StatePieces {  // the pieces of S0 and, with kFramed, of dS that a thread has
-    uint4 s0[kStateSteps], ds[kFramed ? kStateSteps : 1];
+    uint4 s0[kStateSteps][kTerms], ds[kFramed ? kStateSteps : 1][kTerms];
   };
 
   __device__ ChunkGradients(const Call& call, unsigned char* memory)
@@ -472,8 +553,12 @@ class ChunkGradients {
         const int index = threadIdx.x + i * L::kThreads;
         const int row = index / kRowPieces, piece = index % kRowPieces;
         const bool present = row < tokens && (absent >> row & 1) == 0 && Has(piece, size);
-        CopyAsync(PieceAddress(shared + to + piece / 8 * L::kPanelBytes, row, piece % 8),
-                  static_cast<const T*>(from) + ElementOf(row, size) + piece * 8, present);
+#pragma unroll
+        for (int term = 0; term < kTerms; ++term)
+          CopyAsync(PieceAddress(shared + to + term * L::kTermBytes + piece / 8 * L::kPanelBytes,
+                                 row, piece % 8),
+                    static_cast<const T*>(from) + ElementOf(row, size) + ColumnOf(piece, term),
+                    present);
       }
     };
     copy(L::kDz, call.w, KeySize());
@@ -494,20 +579,23 @@ class ChunkGradients {
     const uint4* const states = static_cast<const uint4*>(call.states);
 #pragma unroll
     for (int i = 0; i < kStateSteps; ++i) {
-      if constexpr (kFilled) {
-        state.s0[i] = states[index + i * L::kThreads];
-      } else {
-        const int row = (threadIdx.x + i * L::kThreads) / kRowPieces;
-        const int piece = threadIdx.x % kRowPieces;
-        state.s0[i] = {};
-        if (row < ValueSize() && Has(piece, KeySize()))
-          state.s0[i] =
-              states[(static_cast<int64_t>(blockIdx.x) * ValueSize() + row) * (KeySize() / 8) +
-                     piece];
+#pragma unroll
+      for (int term = 0; term < kTerms; ++term) {
+        const int64_t at = (index + i * L::kThreads) * kTerms + term;
+        if constexpr (kFilled) {
+          state.s0[i][term] = states[at];
+        } else {
+          const int row = (threadIdx.x + i * L::kThreads) / kRowPieces;
+          const int piece = threadIdx.x % kRowPieces;
+          state.s0[i][term] = {};
+          if (row < ValueSize() && Has(piece, KeySize()))
+            state.s0[i][term] =
+                states[(static_cast<int64_t>(blockIdx.x) * ValueSize() + row) * (KeySize() / 8) +
+                       piece];
+        }
+        if constexpr (kFramed) state.ds[i][term] = gradients[at];
       }
-      if constexpr (kFramed)
-        state.ds[i] = gradients[index + i * L::kThreads];
-      else
+      if constexpr (!kFramed)
         CopyAsync(StatePiece(shared + L::kDs, i), gradients + index + i * L::kThreads, true);
     }
     CommitCopies();
@@ -519,21 +607,31 @@ class ChunkGradients {
 
   // c - G of the tokens of this half, with a bound so far without the later half, and what the first rows of Sums
   // have. Sums are products with ones, in float16.
-  __device__ __forceinline__ void SumLogDecays(HalfDecays& decays) const {
+  __device__ __forceinline__ void SumLogDecays(Decays& decays) const {
     const Ones later(false, false, true), all(true, true, true);
     float total[4] = {}, of_first[4];  // sums over the half and over its first tile
 #pragma unroll
     for (int tile = 0; tile < kHalfTiles; ++tile) {
-      uint32_t x[4];
+      uint32_t x[kTerms][4];
       const int token = 16 * (FirstTile() + tile);
-      LoadTransposed(TileAddress(OwnPanel(L::kDz), token, warp), decays.raw_w[tile]);
       const uint32_t present = PresentRows(tokens - token, LoadMarks().Absent(token));
-      if constexpr (kFramed)
-        LogDecays<T, Decay::kExp>(decays.raw_w[tile], call.decay, kLeastLog2, present, x);
-      else
-        LogDecays<T, Decay::kSigmoid>(decays.raw_w[tile], Decay::kSigmoid, kLeastLog2, present, x);
-      Left& log_decays = decays.log_decays[tile];
-      log_decays[0] = x[0], log_decays[1] = x[2], log_decays[2] = x[1], log_decays[3] = x[3];
+      auto& w = decays.raw_w[tile];
+      if constexpr (kFloat) {
+        float floats[2][4];
+        OwnChannels(L::kDz).LoadFloats(FirstTile() + tile, floats);
+        ForEachElement<2>([&](int i, int e) { w[i + e / 2 * 2][e % 2] = floats[i][e]; });
+        LogDecays(w, call.decay, kLeastLog2, present, x);
+      } else {
+        LoadTransposed(TileAddress(OwnPanel(L::kDz), token, warp), w);
+        if constexpr (kFramed)
+          LogDecays<T, Decay::kExp>(w, call.decay, kLeastLog2, present, x[0]);
+        else
+          LogDecays<T, Decay::kSigmoid>(w, Decay::kSigmoid, kLeastLog2, present, x[0]);
+      }
+      Left(&log_decays)[kTerms] = decays.log_decays[tile];
+#pragma unroll
+      for (int i = 0; i < kTerms * 4; ++i)
+        log_decays[i / 4][i % 4] = x[i / 4][i % 2 * 2 + i % 4 / 2];
       AddLogDecays(total, log_decays, all, 0);
       if (tile == 0)
 #pragma unroll
@@ -556,7 +654,7 @@ class ChunkGradients {
 #pragma unroll
       for (int f = 0; f < 2; ++f) {
         const int own_tokens = tokens - kTileTokens * (FirstTile() + f);
-        const float most = fminf(kMaxFrameLog2, kMaxMeanLog2 * static_cast<float>(own_tokens));
+        const float most = fminf(kMaxFrameLog2, kMaxMeanLog2<T> * static_cast<float>(own_tokens));
         decays.in_range = decays.in_range && (own_tokens <= 0 || fabsf(frame[f]) <= most);
         // G begins at -sum in half 0, and at 0 in half 1.
         const float middle =
@@ -577,20 +675,21 @@ class ChunkGradients {
   }
 
   // The barrier after SumLogDecays. Returns whether the chunk is left to another kernel.
-  __device__ __forceinline__ bool IsSteep(const HalfDecays& decays, uint32_t* steep) {
+  __device__ __forceinline__ bool IsSteep(const Decays& decays, uint32_t* steep) {
     if constexpr (!kFramed) {
       __syncthreads();
       return false;
     }
     one_frame = __syncthreads_and(decays.one_frame);
-    if (__syncthreads_and(decays.in_range)) return false;
+    // Without a list no chunk is steep: floats with a bound have this kernel too.
+    if (__syncthreads_and(decays.in_range) || steep == nullptr) return false;
     if (threadIdx.x == 0) AddChunk(steep);
     WaitForCopies<0>();
     return true;
   }
 
-  // At, Rt, Bh and Kh of this half, in place; of float16 also V and dY, as bfloat16.
-  __device__ __forceinline__ void ScaleOperands(HalfDecays& decays) const {
+  // At, Rt, Bh and Kh of this half, in place; of float16 also V and dY, as bfloat16, and of floats as terms.
+  __device__ __forceinline__ void ScaleOperands(Decays& decays) const {
     HalfAccumulator& writes = decays.writes;
     if (!kFramed && half == 0) {
       const float later_half[2] = {Sums()[N + Channel()], Sums()[N + Channel() + 8]};
@@ -601,23 +700,31 @@ class ChunkGradients {
 #pragma unroll
     for (int tile = 0; tile < kHalfTiles; ++tile) {
       float e[2][4];
-      const auto store_scaled = [&](int offset, uint32_t (&x)[4]) {
-        Scale<T>(e, x);
+      const auto store_scaled = [&](int offset, Left(&x)[kTerms]) {
+        if constexpr (!kFloat) Scale<T>(e, x[0]);
         OwnChannels(offset).Store(FirstTile() + tile, x);
       };
       const auto scale = [&](int offset) {
-        uint32_t x[4];
-        OwnChannels(offset).Load(FirstTile() + tile, x);
+        Left x[kTerms];
+        if constexpr (kFloat) {
+          float floats[2][4];
+          OwnChannels(offset).LoadFloats(FirstTile() + tile, floats);
+          ForEachElement<2>([&](int i, int j) { floats[i][j] *= e[i][j]; });
+          Round(floats[0], floats[1], x);
+          __syncwarp();  // all lanes have read what others overwrite
+        } else {
+          OwnChannels(offset).Load(FirstTile() + tile, x);
+        }
         store_scaled(offset, x);
       };
       const auto set = [&](auto value) {
         ForEachElement<2>([&](int i, int j) { e[i][j] = value(i, j); });
       };
       set([&](int i, int j) { return Exp2(writes[2 * tile + i][j]); });
-      uint32_t a[4];  // of a keyed call
+      Left a[kTerms];  // of a keyed call
       if constexpr (kKeyed) {
-        uint32_t k[4], b[4];
-        MakeTileKeys(tile, k, a, b);
+        Left k[1], b[1];
+        MakeTileKeys(tile, k[0], a[0], b[0]);
         store_scaled(L::kBh, b);
         store_scaled(L::kKh, k);
       } else {
@@ -651,12 +758,28 @@ class ChunkGradients {
       for (int c = 0; c < 8; ++c) e[c] = factor(col + c);
 #pragma unroll
       for (int i = 0; i < kStateSteps; ++i) {
-        const auto scaled = [&](uint32_t x, int c) {
-          return Bf16::Round(Bf16::Low(x) * e[c], Bf16::High(x) * e[c + 1]);
-        };
-        *reinterpret_cast<uint4*>(memory + StatePiece(to, i)) = {
-            scaled(pieces[i].x, 0), scaled(pieces[i].y, 2), scaled(pieces[i].z, 4),
-            scaled(pieces[i].w, 6)};
+        uint32_t words[4 * kTerms];
+#pragma unroll
+        for (int term = 0; term < kTerms; ++term) {
+          const uint4& piece = pieces[i][term];
+          words[4 * term] = piece.x, words[4 * term + 1] = piece.y;
+          words[4 * term + 2] = piece.z, words[4 * term + 3] = piece.w;
+        }
+        Left x[kTerms];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const uint32_t low = words[kTerms * j], high = words[kTerms * j + kTerms - 1];
+          const float2 pair = kFloat ? float2{__uint_as_float(low), __uint_as_float(high)}
+                                     : float2{Bf16::Low(low), Bf16::High(low)};
+          uint32_t rounded[kTerms];
+          Round(pair.x * e[2 * j], pair.y * e[2 * j + 1], rounded);
+#pragma unroll
+          for (int term = 0; term < kTerms; ++term) x[term][j] = rounded[term];
+        }
+#pragma unroll
+        for (int term = 0; term < kTerms; ++term)
+          *reinterpret_cast<uint4*>(memory + StatePiece(to + term * L::kTermBytes, i)) = {
+              x[term][0], x[term][1], x[term][2], x[term][3]};
       }
     };
     if constexpr (kFramed) {
@@ -674,12 +797,12 @@ class ChunkGradients {
       Accumulator<8> sum;
       ChannelProduct(sum, AllChannels(left), AllChannels(right), warp);
       Finish(sum);
-      StoreLower(warp, At(to), diagonal, LoadMarks(), sum);
+      StoreLower<L>(warp, At(to), diagonal, LoadMarks(), sum);
     };
     if (group == 0) {
       product(L::kM, L::kAt, L::kBh, false);
       __syncwarp();
-      InvertPanel(warp, B::kWarpgroup + group, At(L::kM));
+      InvertPanel<L>(warp, B::kWarpgroup + group, At(L::kM));
     } else {
       // compute-sanitizer's racecheck orders accesses by the number of barriers that a warp has
       // passed.
@@ -693,16 +816,16 @@ class ChunkGradients {
   // Z^T and U^T of the channels of this panel; half 0. U is left in shared memory.
   __device__ __forceinline__ void Values() const {
     Accumulator<8> z, u;
-    Left rounded[kChunkTiles];
+    Left rounded[kChunkTiles][kTerms];
     ChannelProduct(z, StateRows(L::kSp), AllChannels(L::kAt), 0);
     if (const ChunkMarks marks = LoadMarks(); marks.starts != 0) {
       Finish(z);
       KeepTokens<8>(0, 0, marks.FirstStart(), z);
     }
-    Product<true, kChunkTiles>(warp, z, Down{OwnPanel(L::kV)}, Along{At(L::kAak)});
+    Product<L, true, kChunkTiles>(warp, z, Down{OwnPanel(L::kV)}, Along{At(L::kAak)});
     Finish(z);
     RoundPanel(z, rounded);
-    Product<false>(u, rounded, Along{At(L::kM)});
+    Product<L, false>(u, rounded, Along{At(L::kM)});
     Finish(u);
     OwnChannels(L::kU).template StoreSum<__nv_bfloat16>(0, u);
     PublishOperands();
@@ -715,31 +838,31 @@ class ChunkGradients {
   __device__ __forceinline__ void TriangleGradients() const {
     const bool has_b = panel == 0, has_k = panel == L::kPanels - 1;
     Accumulator<8> dqrb, dqrk;
-    if (has_b) Product<false, kTiles>(warp, dqrb, AllChannels(L::kDy), AllChannels(L::kU));
-    if (has_k) Product<false, kTiles>(warp, dqrk, AllChannels(L::kDy), AllChannels(L::kV));
+    if (has_b) Product<L, false, kTiles>(warp, dqrb, AllChannels(L::kDy), AllChannels(L::kU));
+    if (has_k) Product<L, false, kTiles>(warp, dqrk, AllChannels(L::kDy), AllChannels(L::kV));
     WaitForProducts<0>();
     WaitForValues();  // until half 1 has stored dZ, and needs the triangles no longer
 
     Accumulator<8> daab, daak;
     if (has_b) {
       Settle(dqrb);
-      StoreLower(warp, At(L::kQrb), true, LoadMarks(), dqrb);
-      Product<false, kTiles>(warp, daab, AllChannels(L::kDz), AllChannels(L::kU));
+      StoreLower<L>(warp, At(L::kQrb), true, LoadMarks(), dqrb);
+      Product<L, false, kTiles>(warp, daab, AllChannels(L::kDz), AllChannels(L::kU));
     }
     if (has_k) {
       Settle(dqrk);
-      StoreLower(warp, At(L::kQrk), true, LoadMarks(), dqrk);
-      Product<false, kTiles>(warp, daak, AllChannels(L::kDz), AllChannels(L::kV));
+      StoreLower<L>(warp, At(L::kQrk), true, LoadMarks(), dqrk);
+      Product<L, false, kTiles>(warp, daak, AllChannels(L::kDz), AllChannels(L::kV));
     }
     WaitForProducts<0>();
     WaitForValues();  // until dV has left the panels of M and Aak
     if (has_b) {
       Settle(daab);
-      StoreLower(warp, At(L::kM), false, LoadMarks(), daab);
+      StoreLower<L>(warp, At(L::kM), false, LoadMarks(), daab);
     }
     if (has_k) {
       Settle(daak);
-      StoreLower(warp, At(L::kAak), false, LoadMarks(), daak);
+      StoreLower<L>(warp, At(L::kAak), false, LoadMarks(), daak);
     }
   }
 
@@ -747,7 +870,7 @@ class ChunkGradients {
   // out by way of the panel of M or Aak.
   __device__ __forceinline__ void ValueGradients() const {
     Accumulator<8> du, dz, dv;
-    Left rounded[kChunkTiles];
+    Left rounded[kChunkTiles][kTerms];
     const auto keep_last_segment = [&](Accumulator<8>& sum) {
       if (const ChunkMarks marks = LoadMarks(); marks.starts != 0) {
         Finish(sum);
@@ -756,34 +879,34 @@ class ChunkGradients {
     };
     ChannelProduct(du, StateRows(L::kDs), AllChannels(L::kBh), kChunkTiles - 1);
     keep_last_segment(du);
-    Product<true, kChunkTiles>(warp, du, Down{OwnPanel(L::kDy)}, Down{At(L::kQrb)});
+    Product<L, true, kChunkTiles>(warp, du, Down{OwnPanel(L::kDy)}, Down{At(L::kQrb)});
     Finish(du);
     RoundPanel(du, rounded);
-    Product<false>(dz, rounded, Down{At(L::kM)});
+    Product<L, false>(dz, rounded, Down{At(L::kM)});
     Finish(dz);
     OwnChannels(L::kDz).template StoreSum<__nv_bfloat16>(0, dz);
     RoundPanel(dz, rounded);
     ChannelProduct(dv, StateRows(L::kDs), AllChannels(L::kKh), kChunkTiles - 1);
     keep_last_segment(dv);
-    Product<true, kChunkTiles>(warp, dv, Down{OwnPanel(L::kDy)}, Down{At(L::kQrk)});
-    Product<true>(dv, rounded, Down{At(L::kAak)});
+    Product<L, true, kChunkTiles>(warp, dv, Down{OwnPanel(L::kDy)}, Down{At(L::kQrk)});
+    Product<L, true>(dv, rounded, Down{At(L::kAak)});
     Finish(dv);
     WaitForValues();
 
     const uint32_t staged = At(panel == 0 ? L::kM : L::kAak);
-    WarpChannels{staged, warp}.template StoreSum<T>(0, dv);
+    Channels{staged, warp}.template StoreSum<T>(0, dv);
     WaitForWarpgroup();
     WriteRows(staged, 0, kChunkTokens, call.dv, ValueSize());
     WaitForValues();
   }
 
   // dB and dK of this panel and half, and their terms of the decays.
-  __device__ __forceinline__ void KeyGradients(const HalfDecays& decays, DecayTerms& terms) const {
+  __device__ __forceinline__ void KeyGradients(const Decays& decays, DecayTerms& terms) const {
     if (LoadMarks().starts == 0) AddWrittenOfState(terms);
     HalfAccumulator pair[2];  // dBh, dKh
-    Left ds[kTiles];
-    LoadTransposedPanel(StateColumns(L::kDs), warp, 0, ds);
-    ProductPair<false>(pair, ds, 0, HalfRows(L::kU), HalfRows(L::kV));
+    Left ds[kTiles][kTerms];
+    LoadTransposedPanel<L>(StateColumns(L::kDs), warp, 0, ds);
+    ProductPair<L, false>(pair, ds, 0, HalfRows(L::kU), HalfRows(L::kV));
     const auto add_triangles = [&](auto tiles, int first_tile) {
       AddTriangles<decltype(tiles)::value>(
           pair, first_tile, kChunkTiles - 1, {L::kRt, HalfColumns(L::kQrb), HalfColumns(L::kQrk)},
@@ -811,12 +934,11 @@ class ChunkGradients {
   }
 
   // dR and dA of this panel and half, and their terms of the decays.
-  __device__ __forceinline__ void QueryGradients(const HalfDecays& decays,
-                                                 DecayTerms& terms) const {
+  __device__ __forceinline__ void QueryGradients(const Decays& decays, DecayTerms& terms) const {
     HalfAccumulator pair[2];  // dRt, dAt
-    Left sp[kTiles];
-    LoadTransposedPanel(StateColumns(L::kSp), warp, 0, sp);
-    ProductPair<false>(pair, sp, 0, HalfRows(L::kDy), HalfRows(L::kDz));
+    Left sp[kTiles][kTerms];
+    LoadTransposedPanel<L>(StateColumns(L::kSp), warp, 0, sp);
+    ProductPair<L, false>(pair, sp, 0, HalfRows(L::kDy), HalfRows(L::kDz));
     const auto add_triangles = [&](auto tiles) {
       AddTriangles<decltype(tiles)::value>(
           pair, 0, 0, {L::kBh, HalfRows(L::kQrb), HalfRows(L::kM)},
@@ -838,9 +960,13 @@ class ChunkGradients {
     });
     const auto scale = [&](auto form) {
       ForEachElement<kHalfFragments>([&](int fragment, int e) {
-        const uint32_t w = decays.raw_w[fragment / 2][fragment % 2 + e / 2 * 2];
-        const float2 own = Log2DecayAndSlope<decltype(form)::value>(
-            e % 2 ? Pair<T>::High(w) : Pair<T>::Low(w), kLeastLog2);
+        const auto& two = decays.raw_w[fragment / 2][fragment % 2 + e / 2 * 2];
+        float w;
+        if constexpr (kFloat)
+          w = two[e % 2];
+        else
+          w = e % 2 ? Pair<T>::High(two) : Pair<T>::Low(two);
+        const float2 own = Log2DecayAndSlope<decltype(form)::value>(w, kLeastLog2);
         const float writes = decays.writes[fragment][e];
         terms.slope[fragment][e] = own.y;
         pair[0][fragment][e] *= Exp2(-writes);
@@ -848,7 +974,7 @@ class ChunkGradients {
         terms.reads[fragment][e] += terms.own_reads[fragment][e];
       });
     };
-    if constexpr (!kFramed)
+    if (!kFramed || (kFloat && call.decay == Decay::kSigmoid))
       scale(std::integral_constant<Decay, Decay::kSigmoid>());
     else if (call.decay == Decay::kExp)
       scale(std::integral_constant<Decay, Decay::kExp>());
@@ -1019,7 +1145,7 @@ class ChunkGradients {
   __device__ uint32_t OwnPanel(int offset) const {
     return shared + offset + panel * L::kPanelBytes;
   }
-  __device__ WarpChannels OwnChannels(int offset) const { return {OwnPanel(offset), warp}; }
+  __device__ Channels OwnChannels(int offset) const { return {OwnPanel(offset), warp}; }
   // An array [64 tokens, N] or its transpose; k runs over all channels.
   __device__ Along AllChannels(int offset) const { return {At(offset), L::kPanelBytes}; }
   // The rows of a state that are this panel's channels; k runs over all columns.
@@ -1036,6 +1162,11 @@ class ChunkGradients {
   }
   // The columns of the tokens of this half; k runs down them.
   __device__ Down HalfColumns(int offset) const { return {At(offset), FirstTile()}; }
+  // The first column of a piece of a row or, of floats, of the part of it that lies where its term number
+  // `term` does, as FloatAddress says.
+  static __device__ int ColumnOf(int piece, int term) {
+    return kFloat ? piece / 2 * 16 + term * 8 + piece % 2 * 4 : piece * 8;
+  }
   // Where piece `step` of this thread lies in a state.
   __device__ uint32_t StatePiece(uint32_t state, int step) const {
     const int index = threadIdx.x + step * L::kThreads;
@@ -1080,8 +1211,8 @@ class ChunkGradients {
     const float* const inverses = reinterpret_cast<const float*>(memory + L::kM);
     const float* const parameters = inverses + kChunkTokens;
     uint32_t k[4], rate[4];
-    OwnChannels(L::kKh).Load(FirstTile() + tile, k);
-    OwnChannels(L::kBh).Load(FirstTile() + tile, rate);
+    LoadTransposed(OwnChannels(L::kKh).Address(FirstTile() + tile), k);
+    LoadTransposed(OwnChannels(L::kBh).Address(FirstTile() + tile), rate);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int token = 16 * (FirstTile() + tile) + i / 2 * 8 + 2 * (Lane() % 4);
@@ -1098,9 +1229,11 @@ class ChunkGradients {
   // sum += the log decays of a tile of tokens, summed as `ones` says, for fragment `fragment` of
   // the tile. Ones are the right operand here, so its second fragment has the lower rows of the
   // transpose.
-  static __device__ void AddLogDecays(float (&sum)[4], const Left& log_decays, const Ones& ones,
-                                      int fragment) {
-    WarpMultiplyHalf(sum, log_decays, ones.a[fragment], ones.a[fragment + 2]);
+  static __device__ void AddLogDecays(float (&sum)[4], const Left (&log_decays)[kTerms],
+                                      const Ones& ones, int fragment) {
+#pragma unroll
+    for (const Left& term : log_decays)
+      WarpMultiplyHalf(sum, term, ones.a[fragment], ones.a[fragment + 2]);
   }
 
   // Writes rows of a panel to global memory, to an array with heads of `size` channels, after all warps of this
@@ -1108,10 +1241,13 @@ class ChunkGradients {
   __device__ void WriteRows(uint32_t staged, int first_row, int rows, void* out, int size) const {
     for (int i = threadIdx.x % 128 / 8; i < rows; i += 16) {
       const int row = first_row + i, piece = threadIdx.x % 8;
-      if (row < tokens && Has(8 * panel + piece, size))
-        *reinterpret_cast<uint4*>(static_cast<T*>(out) + ElementOf(row, size) + kPanelCols * panel +
-                                  piece * 8) =
-            *reinterpret_cast<const uint4*>(memory + PieceAddress(staged - shared, row, piece));
+#pragma unroll
+      for (int term = 0; term < kTerms; ++term)
+        if (row < tokens && Has(8 * panel + piece, size))
+          *reinterpret_cast<uint4*>(static_cast<T*>(out) + ElementOf(row, size) +
+                                    kPanelCols * panel + ColumnOf(piece, term)) =
+              *reinterpret_cast<const uint4*>(
+                  memory + PieceAddress(staged - shared + term * L::kTermBytes, row, piece));
     }
   }
 
@@ -1166,36 +1302,39 @@ class ChunkGradients {
       meanwhile();
 #pragma unroll 1
       for (int tile = first_tile; tile < first_tile + kTiles; ++tile) {
-        Left left[2];
-        LoadLeftTransposed(OwnPanel(triangles.left), 16 * tile, warp, left[0]);
-        LoadLeftTransposed(OwnPanel(next.left), 16 * tile, warp, left[1]);
+        Left left[2][1][kTerms];
+        LoadTransposedPanel<L>(OwnPanel(triangles.left), warp, tile, left[0]);
+        LoadTransposedPanel<L>(OwnPanel(next.left), warp, tile, left[1]);
 #pragma unroll
         for (int part = 0; part < kHalfTiles; ++part) {
           uint32_t factors[2];
 #pragma unroll
           for (int i = 0; i < 2; ++i)
             factors[i] = PowersOfTwo(fall(i, tile, FirstTile() + part) * 0x00010001u);
-          const auto add = [&](const Left& plain, const TrianglePair<Right>& of) {
-            Left scaled;
+          const auto add = [&](const Left(&plain)[kTerms], const TrianglePair<Right>& of) {
+            Left scaled[kTerms];
 #pragma unroll
-            for (int j = 0; j < 4; ++j) scaled[j] = MultiplyTwice(plain[j], factors[j % 2]);
-            AddFrameProduct(pair[0], part, scaled, of.of_first.Tile(tile));
-            AddFrameProduct(pair[1], part, scaled, of.of_second.Tile(tile));
+            for (int term = 0; term < kTerms; ++term)
+#pragma unroll
+              for (int j = 0; j < 4; ++j)
+                scaled[term][j] = MultiplyTwice(plain[term][j], factors[j % 2]);
+            AddFrameProduct<L>(pair[0], part, scaled, of.of_first.Tile(tile));
+            AddFrameProduct<L>(pair[1], part, scaled, of.of_second.Tile(tile));
           };
-          add(left[0], triangles);
-          add(left[1], next);
+          add(left[0][0], triangles);
+          add(left[1][0], next);
         }
       }
       return;
     }
     // A left operand is loaded while the product before it runs.
-    Left left[kTiles], next_left[kTiles];
-    LoadTransposedPanel(OwnPanel(triangles.left), warp, first_tile, left);
+    Left left[kTiles][kTerms], next_left[kTiles][kTerms];
+    LoadTransposedPanel<L>(OwnPanel(triangles.left), warp, first_tile, left);
     Finish(pair[0], pair[1]);
     meanwhile();
-    ProductPair<true>(pair, left, first_tile, triangles.of_first, triangles.of_second);
-    LoadTransposedPanel(OwnPanel(next.left), warp, first_tile, next_left);
-    ProductPair<true>(pair, next_left, first_tile, next.of_first, next.of_second);
+    ProductPair<L, true>(pair, left, first_tile, triangles.of_first, triangles.of_second);
+    LoadTransposedPanel<L>(OwnPanel(next.left), warp, first_tile, next_left);
+    ProductPair<L, true>(pair, next_left, first_tile, next.of_first, next.of_second);
     Finish(pair[0], pair[1]);
   }
 
@@ -1204,7 +1343,7 @@ class ChunkGradients {
   __device__ __forceinline__ void ChannelProduct(Accumulator<8>& sum, const Along& left,
                                                  const Along& right, int frame) const {
     if (!kFramed || one_frame) {
-      Product<false, kTiles>(warp, sum, left, right);
+      Product<L, false, kTiles>(warp, sum, left, right);
       if constexpr (kFramed)
         Finish(sum);  // else ptxas serialises products, for the other way is none
       return;
@@ -1212,19 +1351,24 @@ class ChunkGradients {
     ForEachElement<8>([&](int fragment, int e) { sum[fragment][e] = 0.0f; });
 #pragma unroll(kPanelTiles)
     for (int tile = 0; tile < kTiles; ++tile) {
-      Left plain;
-      left.Tile(tile).LoadLeft(warp, plain);
+      Left plain[kTerms];
+#pragma unroll
+      for (int term = 0; term < kTerms; ++term)
+        left.Tile(tile).Behind(term * L::kTermBytes).LoadLeft(warp, plain[term]);
 #pragma unroll
       for (int column = 0; column < kChunkTiles; ++column) {
-        Left scaled;
+        Left scaled[kTerms];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const uint32_t factors =
               PowersOfTwo(Fall(column, frame, 16 * tile + 8 * i + 2 * (Lane() % 4)));
 #pragma unroll
-          for (int j = 2 * i; j < 2 * i + 2; ++j) scaled[j] = MultiplyTwice(plain[j], factors);
+          for (int term = 0; term < kTerms; ++term)
+#pragma unroll
+            for (int j = 2 * i; j < 2 * i + 2; ++j)
+              scaled[term][j] = MultiplyTwice(plain[term][j], factors);
         }
-        AddFrameProduct(sum, column, scaled, right.Tile(tile));
+        AddFrameProduct<L>(sum, column, scaled, right.Tile(tile));
       }
     }
   }
@@ -1263,13 +1407,14 @@ class ChunkGradients {
 #pragma unroll
     for (int i = 0; i < kTiles / 2; ++i) {
       const int tile = half * (kTiles / 2) + i;
-      uint32_t s[4], ds[4];
-      WarpChannels{StateColumns(L::kSp), warp}.Load(tile, s);
-      WarpChannels{StateColumns(L::kDs), warp}.Load(tile, ds);
+      uint32_t s[kTerms][4], ds[kTerms][4];
+      Channels{StateColumns(L::kSp), warp}.Load(tile, s);
+      Channels{StateColumns(L::kDs), warp}.Load(tile, ds);
 #pragma unroll
-      for (int j = 0; j < 4; ++j)
-        terms.written[j % 2] +=
-            Bf16::Low(s[j]) * Bf16::Low(ds[j]) + Bf16::High(s[j]) * Bf16::High(ds[j]);
+      for (int j = 0; j < 4; ++j) {
+        const float2 of_s = ValuesOf(s, j), of_ds = ValuesOf(ds, j);
+        terms.written[j % 2] += of_s.x * of_ds.x + of_s.y * of_ds.y;
+      }
     }
     if (kFramed && !one_frame)
 #pragma unroll
@@ -1340,10 +1485,8 @@ class ChunkGradients {
 };
 
 template <typename T, int N, bool kMarked, bool kFramed, typename Call>
-__global__ __launch_bounds__(4 * N,
-                             N == 64 ? 2 : 1) void GradientKernel(const __grid_constant__ Call call,
-                                                                  const uint4* state_gradients,
-                                                                  uint32_t* steep) {
+__global__ __launch_bounds__(4 * N, N == 64 && kTermsOf<T> == 1 ? 2 : 1) void GradientKernel(
+    const __grid_constant__ Call call, const uint4* state_gradients, uint32_t* steep) {
   using Gradients = ChunkGradients<T, N, kMarked, kFramed, Call>;
   RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
   Gradients gradients(call, memory);
@@ -1353,7 +1496,7 @@ __global__ __launch_bounds__(4 * N,
   gradients.LoadChunk(state_gradients, state);
   gradients.WaitForDecays();
   __syncthreads();
-  HalfDecays decays;
+  typename Gradients::Decays decays;
   gradients.SumLogDecays(decays);
   gradients.WaitForScaledOperands();
   if (gradients.IsSteep(decays, steep)) return;
@@ -1389,14 +1532,23 @@ cudaError_t LaunchGradients(cudaStream_t stream, const Call& call, const uint4* 
   if (call.dims.tokens == 0) return cudaSuccess;
   const int64_t rows = call.sequences.Given() ? 1 : call.dims.batch;
   const int64_t blocks = rows * call.dims.saved * call.dims.heads;
+  constexpr bool kKeyed = std::is_same_v<Call, Wkv7KeyedBackwardCall>;
+  const auto launch_of = [&](auto zero, auto size, auto marked, auto framed) {
+    using L = GradientLayout<decltype(zero), size()>;
+    return Launch(GradientKernel<decltype(zero), size(), marked(), framed(), Call>, blocks,
+                  L::kThreads, L::kBytes, stream, call, gradients, steep);
+  };
+  if constexpr (!kKeyed)
+    if (call.dtype == Dtype::kF32)
+      return ForHeadSize<64>(call.dims.head_size, 0.0f, [&](auto zero, auto size) {
+        return launch_of(zero, size, std::true_type(), std::true_type());
+      });
   const int64_t head_size = MatrixHeadSize(call.dims);
   return ForHalfTypes<kHeadSizes...>(call.dtype, head_size, [&](auto zero, auto size) {
-    using L = GradientLayout<size()>;
     const auto launch = [&](auto marked, auto framed) {
-      return Launch(GradientKernel<decltype(zero), size(), marked(), framed(), Call>, blocks,
-                    L::kThreads, L::kBytes, stream, call, gradients, steep);
+      return launch_of(zero, size, marked, framed);
     };
-    if constexpr (!std::is_same_v<Call, Wkv7KeyedBackwardCall>)
+    if constexpr (!kKeyed)
       if (steep != nullptr) return launch(std::true_type(), std::true_type());
     const auto bounded = [&](auto marked) { return launch(marked, std::false_type()); };
     return FillsMatrixHead(call.dims) ? ForMarks(call.marks, bounded) : bounded(std::true_type());
@@ -1405,8 +1557,10 @@ cudaError_t LaunchGradients(cudaStream_t stream, const Call& call, const uint4* 
 
 }  // namespace
 
-int64_t Wkv7GradientSharedMemory(int64_t head_size) {
-  return head_size == 64 ? GradientLayout<64>::kBytes : GradientLayout<128>::kBytes;
+int64_t Wkv7GradientSharedMemory(Dtype dtype, int64_t head_size) {
+  using Half = __nv_bfloat16;  // float16 takes as much
+  if (dtype == Dtype::kF32) return GradientLayout<float, 64>::kBytes;
+  return head_size == 64 ? GradientLayout<Half, 64>::kBytes : GradientLayout<Half, 128>::kBytes;
 }
 
 cudaError_t Wkv7Gradients(cudaStream_t stream, const Wkv7BackwardCall& call, const uint4* gradients,

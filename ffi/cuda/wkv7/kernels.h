@@ -47,7 +47,7 @@ cudaError_t Wkv7SteepChunks(cudaStream_t stream, const Wkv7BackwardCall& call,
                             const uint32_t* steep);
 
 // --- Kernels on matrix units (scan.cu, gradients.cu): any decay; 16-bit dtypes, K and V in multiples of kHeadPiece up
-// to 128, saved states in bfloat16; of the first Wkv7Scan also float32, K and V of 64, saved states in float32.
+// to 128, saved states in bfloat16; in calls that are not keyed also float32, K and V of 64, saved states in float32.
 // There are kernels for heads of 64 and of 128, which fill up others with zeros where they have them on the chip,
 // and in the scratch.
 
@@ -69,15 +69,15 @@ constexpr int64_t TransitionSize(int64_t head_size) { return 2 * head_size * hea
 
 // The bytes of shared memory that a block of any kernel of a pass needs, in each of the two files.
 int64_t Wkv7ScanSharedMemory(Pass pass, Dtype dtype, int64_t head_size, Decay decay);
-int64_t Wkv7GradientSharedMemory(int64_t head_size);
+int64_t Wkv7GradientSharedMemory(Dtype dtype, int64_t head_size);
 
 cudaError_t Wkv7Scan(cudaStream_t stream, const Wkv7ForwardCall& call, const Device& device,
                      const Splits& splits);
 cudaError_t Wkv7Scan(cudaStream_t stream, const Wkv7KeyedForwardCall& call, const Device& device,
                      const Splits& splits);
 
-// Leaves the gradients of the states at the ends of chunks, [B, N, H, V, K] of bfloat16 with MatrixHeadSize for V
-// and K.
+// Leaves the gradients of the states at the ends of chunks, [B, N, H, V, K] in the dtype of saved states with
+// MatrixHeadSize for V and K.
 cudaError_t Wkv7ReverseScan(cudaStream_t stream, const Wkv7BackwardCall& call, const Device& device,
                             const Splits& splits, uint4* gradients);
 cudaError_t Wkv7ReverseScan(cudaStream_t stream, const Wkv7KeyedBackwardCall& call,

@@ -29,9 +29,10 @@ Rules Wkv7Rules(const Problem& problem) {
                      std::max(keys, values) <= kMaxHeadSize;
   const int64_t size = MatrixHeadSize(keys, values);
   const int64_t scan = Wkv7ScanSharedMemory(problem.pass, problem.dtype, size, problem.decay);
-  const int64_t gradients = Wkv7GradientSharedMemory(size);
+  const int64_t gradients = Wkv7GradientSharedMemory(problem.dtype, size);
+  const bool whole = problem.pass == Pass::kForward || problem.pass == Pass::kBackward;
   return {suits ? size : 0,
-          keys == 64 && values == 64 && problem.pass == Pass::kForward,
+          keys == 64 && values == 64 && whole,
           problem.decay != Decay::kSigmoid,
           problem.pass == Pass::kBackward ? std::max(scan, gradients) : scan,
           MostSplits,

@@ -370,6 +370,10 @@ __device__ void FetchTokens(Loader& loader, const T* const* vectors, int64_t fir
     loader.Fetch(vectors, first, stride, count);
 }
 
+// The element type of those gradients.
+template <typename T>
+using SteepState = std::conditional_t<std::is_same_v<T, float>, float, __nv_bfloat16>;
+
 // A split takes its chunks from the last to the first. In a chunk there are two phases:
 //   - The whole chunk is replayed once from its saved state. That leaves in the scratch the state
 //     before each quad of kReplayTokens tokens but the first, and S_{t-1} a_t of each token.
@@ -388,7 +392,7 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
   using Shared = BackwardShared<G, kKeeps>;
   constexpr bool kLarge = Shared::kLarge;
   // Whether K and V may be below N.
-  constexpr bool kPart = kSteep && kMarked;
+  constexpr bool kPart = kSteep && kMarked && !std::is_same_v<T, float>;
   auto& shared = *reinterpret_cast<Shared*>(memory);
   constexpr int kRows = G::kRows;
   const G partition;
@@ -411,7 +415,7 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
     Fragment<G> ds, s;
     if constexpr (kSteep)
       LoadState(partition,
-                static_cast<const __nv_bfloat16*>(steep.gradients) + head.SavedState(first_chunk),
+                static_cast<const SteepState<T>*>(steep.gradients) + head.SavedState(first_chunk),
                 ds);
     else
       LoadState(partition, last_chunk == chunks ? dfinal_state + head.State() : ds_end, ds);
@@ -631,7 +635,7 @@ cudaError_t Wkv7SteepChunks(cudaStream_t stream, const Wkv7BackwardCall& call,
                             const ReplayScratch& scratch, const uint4* gradients,
                             const uint32_t* steep) {
   if (scratch.heads == 0) return cudaSuccess;
-  return ForHalfTypes<64, 128>(call.dtype, MatrixHeadSize(call.dims), [&](auto zero, auto size) {
+  const auto launch = [&](auto zero, auto size) {
     const auto launch = [&](auto marked) {
       // Steep chunks are rare: one kernel for every device will do.
       return LaunchBackward<decltype(zero), size(), marked(), false, true>(
@@ -640,7 +644,9 @@ cudaError_t Wkv7SteepChunks(cudaStream_t stream, const Wkv7BackwardCall& call,
            static_cast<int>(call.dims.value_size)});
     };
     return FillsMatrixHead(call.dims) ? ForMarks(call.marks, launch) : launch(std::true_type());
-  });
+  };
+  if (call.dtype == Dtype::kF32) return ForHeadSize<64>(call.dims.head_size, 0.0f, launch);
+  return ForHalfTypes<64, 128>(call.dtype, MatrixHeadSize(call.dims), launch);
 }
 
 }  // namespace rwkv_jax::cuda

@@ -1270,9 +1270,13 @@ cudaError_t Wkv7Scan(cudaStream_t stream, const Wkv7KeyedForwardCall& call, cons
 
 cudaError_t Wkv7ReverseScan(cudaStream_t stream, const Wkv7BackwardCall& call, const Device& device,
                             const Splits& splits, uint4* gradients) {
+  Scan scan = ReverseScan(call, splits);
+  scan.saved = gradients;
+  if (call.dtype == Dtype::kF32)
+    return ForHeadSize<64>(call.dims.head_size, 0.0f, [&](auto zero, auto size) {
+      return RunScan<float, size(), true, Kind::kUnbounded>(stream, scan, device);
+    });
   return ForHalfTypes<64, 128>(call.dtype, MatrixHeadSize(call.dims), [&](auto zero, auto size) {
-    Scan scan = ReverseScan(call, splits);
-    scan.saved = gradients;
     return ForKind(scan, [&](auto kind) {
       return RunScan<decltype(zero), size(), true, kind()>(stream, scan, device);
     });
