@@ -642,7 +642,8 @@ class ChunkGradients {
 #pragma unroll
         for (int i = 0; i < 4; ++i) of_first[i] = total[i];
 #pragma unroll
-      for (int i = 0; i < 2 * tile; ++i) AddLogDecays(decays.writes[i], log_decays, all, i % 2);
+      for (int i = 0; i < (kFramed ? 0 : 2 * tile); ++i)
+        AddLogDecays(decays.writes[i], log_decays, all, i % 2);
 #pragma unroll
       for (int i = 0; i < 2; ++i) AddLogDecays(decays.writes[2 * tile + i], log_decays, later, i);
     }
@@ -655,22 +656,23 @@ class ChunkGradients {
         if (Lane() % 4 == 0) Sums()[half * N + channel] = sum;
         continue;
       }
-      float c[2];
+      float c[2], behind[2];  // c, and c - G of the last token of the frame
 #pragma unroll
       for (int f = 0; f < 2; ++f) {
         const int own_tokens = tokens - kTileTokens * (FirstTile() + f);
         const float most = fminf(kMaxFrameLog2, kMaxMeanLog2<T> * static_cast<float>(own_tokens));
         in_range = in_range && (own_tokens <= 0 || fabsf(frame[f]) <= most);
-        // G begins at -sum in half 0, and at 0 in half 1.
-        c[f] = rintf(0.5f * frame[f] + (f == 0 ? 0.0f : frame[0]) - (half == 0 ? sum : 0.0f));
+        // G ends at 0 in half 0, and begins at 0 in half 1.
+        const float last = half == 0 ? (f == 0 ? -frame[1] : 0.0f) : (f == 0 ? frame[0] : sum);
+        c[f] = rintf(last - 0.5f * frame[f]);
+        behind[f] = c[f] - last;
       }
 #pragma unroll
       for (int fragment = 0; fragment < kHalfFragments; ++fragment)
 #pragma unroll
-        for (int e = 2 * i; e < 2 * i + 2; ++e)
-          decays.writes[fragment][e] += c[fragment / 2] - (half == 0 ? 0.0f : sum);
+        for (int e = 2 * i; e < 2 * i + 2; ++e) decays.writes[fragment][e] += behind[fragment / 2];
       if (Lane() % 4 == 0) {
-        Sums()[half * N + channel] = Exp2(half == 0 ? c[0] + sum : sum - c[1]);
+        Sums()[half * N + channel] = Exp2(half == 0 ? behind[0] + frame[0] : -behind[1]);
         const auto byte = [](float step) { return static_cast<uint32_t>(fminf(step, 255.0f)); };
         const uint32_t within = byte(c[0] - c[1]), middle = byte(fabsf(c[half == 0]));
         reinterpret_cast<uint16_t*>(Sums() + 2 * N + channel)[half] =
@@ -1216,9 +1218,16 @@ class ChunkGradients {
   // transpose.
   static __device__ void AddLogDecays(float (&sum)[4], const Left (&log_decays)[kTerms],
                                       const Ones& ones, int fragment) {
+    const uint32_t upper = ones.a[fragment], lower = ones.a[fragment + 2];
+    WarpMultiplyHalf(sum, log_decays[0], upper, lower);
 #pragma unroll
-    for (const Left& term : log_decays)
-      WarpMultiplyHalf(sum, term, ones.a[fragment], ones.a[fragment + 2]);
+    for (int term = 1; term < kTerms; ++term) {
+      // Apart: first terms sum without rounding.
+      float seconds[4] = {};
+      WarpMultiplyHalf(seconds, log_decays[term], upper, lower);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sum[e] += seconds[e];
+    }
   }
 
   // Writes rows of a panel to global memory, after all warps of this warpgroup have stored their
