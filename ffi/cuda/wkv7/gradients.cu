@@ -237,18 +237,33 @@ __device__ void ProductPair(HalfAccumulator (&sums)[2], const Left (&left)[kTile
   CommitProducts();
 }
 
-// Adds the product of a tile of k to the columns of a frame of one tile, at once.
+// Adds the product of a tile of k to the columns of a frame of one tile, at once. Matrix units cut off what they
+// add to large sums: of floats the smallest products come first, and the sum of a tile is apart.
 template <typename L, int kFragments, typename Right>
 __device__ void AddFrameProduct(Accumulator<kFragments>& sum, int frame,
                                 const Left (&left)[L::kTerms], const Right& right) {
+  constexpr int kLast = L::kTerms - 1;
   uint32_t b[L::kTerms][4];
 #pragma unroll
   for (int term = 0; term < L::kTerms; ++term)
     right.Behind(term * L::kTermBytes).Load(frame, b[term]);
-  ForProducts<L::kTerms, true>([&](int i, int j) {
-    WarpMultiply(sum[2 * frame], left[i], b[j][0], b[j][1]);
-    WarpMultiply(sum[2 * frame + 1], left[i], b[j][2], b[j][3]);
-  });
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float (&to)[4] = sum[2 * frame + half];
+    const auto multiply = [&](float (&of_tile)[4]) {
+      ForProducts<L::kTerms, true>([&](int i, int j) {
+        WarpMultiply(of_tile, left[kLast - i], b[kLast - j][2 * half], b[kLast - j][2 * half + 1]);
+      });
+    };
+    if constexpr (L::kTerms == 1) {
+      multiply(to);
+    } else {
+      float of_tile[4] = {};
+      multiply(of_tile);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) to[e] += of_tile[e];
+    }
+  }
 }
 
 // Register i of an operand as numbers.
