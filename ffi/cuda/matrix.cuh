@@ -1,11 +1,10 @@
 // Products on the matrix units, and how their operands lie in shared memory and in registers.
 //
 // Operands are bfloat16 and sums are float. A warp has 16 rows of a sum in its registers. The left
-// operand is in registers or in shared memory, the right operand is in shared memory. An operand of
-// floats is the sum of two terms, each of them an operand of bfloat16. Compiled for
+// operand is in registers or in shared memory, the right operand is in shared memory. Compiled for
 // sm_90a, a product is one asynchronous instruction of a warpgroup (wgmma: four warps, 64 rows).
 // For any other architecture it is mma.sync of each warp. Only this file knows which of the two
-// runs.
+// runs. An operand of floats is the sum of two operands of bfloat16, its terms.
 #pragma once
 
 #include <cstdint>
@@ -41,13 +40,13 @@ __device__ void ForEachElement(Fn&& fn) {
     for (int e = 0; e < 4; ++e) fn(fragment, e);
 }
 
-// A float is the sum of two terms of bfloat16, of which the second has what the first leaves of it: together
-// they have 16 bits. An element of another type is one term.
+// A float has two terms of bfloat16, itself rounded and the rest rounded: together 16 bits of its mantissa. An
+// element of another type is one term.
 template <typename T>
 constexpr int kTermsOf = std::is_same_v<T, float> ? 2 : 1;
 
-// Calls fn(i, j) for the products of term i of one operand and term j of the other. A product of two second
-// terms would be less than what the terms leave, and comes only if kAll.
+// Calls fn(i, j) for the products of term i of one operand and term j of the other. Unless kAll, the product of
+// two second terms is left out: it is no larger than what two terms leave of a float.
 template <int kTerms, bool kAll = false, typename Fn>
 __device__ void ForProducts(Fn&& fn) {
 #pragma unroll
@@ -143,8 +142,8 @@ __device__ inline uint32_t PieceAddress(uint32_t panel, int row, int piece) {
   return panel + row * kRowBytes + ((piece ^ (row & 7)) << 4);
 }
 
-// Floats lie where their terms come to lie, 16 columns of a row where the terms of those columns do: the
-// first eight in the panel of the first terms, the others in that of the second ones, `low` bytes behind it.
+// Floats lie where their terms will lie: of 16 columns of a row the first eight in the panel of the first
+// terms, the other eight in that of the second terms, which is `low` bytes behind it.
 __device__ inline uint32_t FloatAddress(uint32_t panel, int low, int row, int col) {
   return panel + col % 16 / 8 * low + PieceAddress(0, row, col / 16 * 2 + col % 8 / 4) +
          col % 4 * 4;
@@ -420,7 +419,7 @@ __device__ void MultiplyOrAdd(bool add, Arguments&&... arguments) {
     Multiply<false>(arguments...);
 }
 
-// The product of terms, of which those of b lie `low` bytes apart.
+// The product of operands in terms. Those of b lie `low` bytes apart.
 template <bool kAdd, int kTerms, int kFragments, typename Right>
 __device__ void Multiply(Accumulator<kFragments>& sum, const Left (&a)[kTerms], const Right& b,
                          int low) {

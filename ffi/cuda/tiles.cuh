@@ -122,7 +122,7 @@ __device__ void LogDecays(const uint32_t (&w)[4], Decay form, float least, uint3
   if (present != kAllRows) KeepRows(present, log_decays);
 }
 
-// The same of floats in terms: w[i] are two tokens of a channel, as the pair that LoadTransposed would load.
+// The same for floats, in terms of float16: w[i] has the two elements that a pair of a 16-bit type has.
 __device__ inline void LogDecays(const float (&w)[4][2], Decay form, float least, uint32_t present,
                                  uint32_t (&log_decays)[2][4]) {
   const auto scaled = [&](float w) {

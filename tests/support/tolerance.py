@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 EXACT_FLOAT32 = 1e-5
-"""Float32 operands with precision HIGHEST, or a kernel that has no result further off."""
+"""Float32 operands with precision HIGHEST, or in a kernel that comes close to it."""
 
 SEQUENTIAL = 2e-3
 """A kernel that takes one token at a time, on bfloat16 or float16 operands."""

@@ -50,8 +50,8 @@
 // tile t + kStages take the place of tile t. Only ScaleOperands waits for copies, at the
 // CopyBarrier of their place in shared memory.
 //
-// Of floats all operands of products are terms (matrix.cuh), which ScaleOperands makes in the place of the
-// floats. They have one kernel for all decays.
+// Floats are multiplied in terms (matrix.cuh), which ScaleOperands puts in their place. One kernel takes them
+// with any decay: that for decays without a bound.
 //
 // In a keyed call ScaleOperands first makes k, a and b, as wkv7_keys does (layers/wkv7_keys.cu), from the
 // projected k and the rate, which are copied to two of their three places.
@@ -323,8 +323,8 @@ __device__ bool CentreFrames(int warp, const Ones& inclusive, const Ones& exclus
   return true;
 }
 
-// Multiplies 16 columns of floats of a tile, from column 16 * col on, by factors, and puts their terms in
-// their place. Term j lies in the panel `low` * j behind the first.
+// Multiplies 16 columns of floats of a tile, from column 16 * col on, by factors, and puts the terms of the
+// products in their place. The second terms lie `low` bytes behind the first ones.
 __device__ inline void ScaleFloats(uint32_t panel, int low, int col, const float (&factors)[2][4]) {
   float x[2][4];
   ForEachElement<2>([&](int i, int e) {
@@ -546,7 +546,8 @@ __device__ void AdvanceState(int warp, uint32_t operands, uint32_t products, uin
 #pragma unroll
     for (Left& term : x) KeepTokens(rows.write_begin, rows.end, term);
   };
-  // Matrix units cut off what they add to large sums. Floats have sums of a tile apart.
+  // Matrix units cut sums off instead of rounding them, which would pile up in S. So what a tile of floats
+  // adds is summed apart.
   float of_tile[L::kPanels][8][4];
   const auto sum = [&](int panel) -> float (&)[8][4] {
     if constexpr (kTerms > 1)
