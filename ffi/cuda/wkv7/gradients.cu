@@ -23,6 +23,10 @@
 // others a tile is a frame, and c is an integer near the middle of its G, so that the factors stay in range where
 // decays are steep. There G is counted from the middle of the chunk.
 //
+// Floats are multiplied in terms (matrix.cuh), which ScaleOperands and ScaleState make of them. One kernel takes
+// them with any decay and any marks, and tiles are its frames. It needs nearly all shared memory of a
+// multiprocessor of compute capability 9.0.
+//
 //   Aab = tril_strict(At Bh^T)   Aak = tril_strict(At Kh^T)
 //   Qrb = tril(Rt Bh^T)          Qrk = tril(Rt Kh^T)
 //   M = (I - Aab)^-1   Z = At Sp^T + Aak V   U = M Z   Y = Rt Sp^T + Qrb U + Qrk V
