@@ -45,8 +45,8 @@ __device__ void ForEachElement(Fn&& fn) {
 template <typename T>
 constexpr int kTermsOf = std::is_same_v<T, float> ? 2 : 1;
 
-// Calls fn(i, j) for the products of term i of one operand and term j of the other. The product of two second
-// terms is no larger than what two terms leave of a float, and comes only if kAll.
+// Calls fn(i, j) for the products of term i of one operand and term j of the other. Unless kAll, the product of
+// two second terms is left out: it is no larger than what two terms leave of a float.
 template <int kTerms, bool kAll = false, typename Fn>
 __device__ void ForProducts(Fn&& fn) {
 #pragma unroll

@@ -24,6 +24,10 @@
 // the frame, so that the factors stay in range where decays are steep. Where a channel decays less in a half of the
 // chunk, its c is 0 there, and where that is so of all, the chunk is one frame.
 //
+// Floats are multiplied in terms (matrix.cuh), which ScaleOperands and ScaleState make of them. One kernel takes
+// them with any decay and any marks, and tiles are its frames. It needs nearly all shared memory of a
+// multiprocessor of compute capability 9.0.
+//
 //   Aab = tril_strict(At Bh^T)   Aak = tril_strict(At Kh^T)
 //   Qrb = tril(Rt Bh^T)          Qrk = tril(Rt Kh^T)
 //   M = (I - Aab)^-1   Z = At Sp^T + Aak V   U = M Z   Y = Rt Sp^T + Qrb U + Qrk V
@@ -241,18 +245,33 @@ __device__ void ProductPair(HalfAccumulator (&sums)[2], const Left (&left)[kTile
   CommitProducts();
 }
 
-// Adds the product of a tile of k to the columns of a frame of one tile, at once.
+// Adds the product of a tile of k to the columns of a frame of one tile, at once. Matrix units cut off what they
+// add to large sums: of floats the smallest products come first, and the sum of a tile is apart.
 template <typename L, int kFragments, typename Right>
 __device__ void AddFrameProduct(Accumulator<kFragments>& sum, int frame,
                                 const Left (&left)[L::kTerms], const Right& right) {
+  constexpr int kLast = L::kTerms - 1;
   uint32_t b[L::kTerms][4];
 #pragma unroll
   for (int term = 0; term < L::kTerms; ++term)
     right.Behind(term * L::kTermBytes).Load(frame, b[term]);
-  ForProducts<L::kTerms, true>([&](int i, int j) {
-    WarpMultiply(sum[2 * frame], left[i], b[j][0], b[j][1]);
-    WarpMultiply(sum[2 * frame + 1], left[i], b[j][2], b[j][3]);
-  });
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float (&to)[4] = sum[2 * frame + half];
+    const auto multiply = [&](float (&of_tile)[4]) {
+      ForProducts<L::kTerms, true>([&](int i, int j) {
+        WarpMultiply(of_tile, left[kLast - i], b[kLast - j][2 * half], b[kLast - j][2 * half + 1]);
+      });
+    };
+    if constexpr (L::kTerms == 1) {
+      multiply(to);
+    } else {
+      float of_tile[4] = {};
+      multiply(of_tile);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) to[e] += of_tile[e];
+    }
+  }
 }
 
 // Register i of an operand as numbers.
@@ -637,7 +656,8 @@ class ChunkGradients {
 #pragma unroll
         for (int i = 0; i < 4; ++i) of_first[i] = total[i];
 #pragma unroll
-      for (int i = 0; i < 2 * tile; ++i) AddLogDecays(decays.writes[i], log_decays, all, i % 2);
+      for (int i = 0; i < (kFramed ? 0 : 2 * tile); ++i)
+        AddLogDecays(decays.writes[i], log_decays, all, i % 2);
 #pragma unroll
       for (int i = 0; i < 2; ++i) AddLogDecays(decays.writes[2 * tile + i], log_decays, later, i);
     }
@@ -650,16 +670,16 @@ class ChunkGradients {
         continue;
       }
       const bool slow = fabsf(sum) <= 0.5f * kMaxFrameLog2;
-      float c[2];
+      float c[2], behind[2];  // c, and c - G of the last token of the frame
 #pragma unroll
       for (int f = 0; f < 2; ++f) {
         const int own_tokens = tokens - kTileTokens * (FirstTile() + f);
         const float most = fminf(kMaxFrameLog2, kMaxMeanLog2<T> * static_cast<float>(own_tokens));
         decays.in_range = decays.in_range && (own_tokens <= 0 || fabsf(frame[f]) <= most);
-        // G begins at -sum in half 0, and at 0 in half 1.
-        const float middle =
-            0.5f * frame[f] + (f == 0 ? 0.0f : frame[0]) - (half == 0 ? sum : 0.0f);
-        c[f] = slow ? 0.0f : 2.0f * rintf(0.5f * middle);
+        // G ends at 0 in half 0, and begins at 0 in half 1.
+        const float last = half == 0 ? (f == 0 ? -frame[1] : 0.0f) : (f == 0 ? frame[0] : sum);
+        c[f] = slow ? 0.0f : 2.0f * rintf(0.5f * (last - 0.5f * frame[f]));
+        behind[f] = c[f] - last;
         if (Lane() % 4 == 0)
           Centres()[(FirstTile() + f) * N + channel] =
               static_cast<uint16_t>(static_cast<int>(0.5f * c[f]) + kCentre);
@@ -668,9 +688,9 @@ class ChunkGradients {
 #pragma unroll
       for (int fragment = 0; fragment < kHalfFragments; ++fragment)
 #pragma unroll
-        for (int e = 2 * i; e < 2 * i + 2; ++e)
-          decays.writes[fragment][e] += c[fragment / 2] - (half == 0 ? 0.0f : sum);
-      if (Lane() % 4 == 0) Sums()[half * N + channel] = Exp2(half == 0 ? c[0] + sum : sum - c[1]);
+        for (int e = 2 * i; e < 2 * i + 2; ++e) decays.writes[fragment][e] += behind[fragment / 2];
+      if (Lane() % 4 == 0)
+        Sums()[half * N + channel] = Exp2(half == 0 ? behind[0] + frame[0] : -behind[1]);
     }
   }
 
@@ -795,7 +815,7 @@ class ChunkGradients {
   __device__ __forceinline__ void TokenProducts() const {
     const auto product = [&](int to, int left, int right, bool diagonal) {
       Accumulator<8> sum;
-      ChannelProduct(sum, AllChannels(left), AllChannels(right), warp);
+      ChannelProduct(sum, AllChannels(left), AllChannels(right), warp, warp);
       Finish(sum);
       StoreLower<L>(warp, At(to), diagonal, LoadMarks(), sum);
     };
@@ -1231,9 +1251,16 @@ class ChunkGradients {
   // transpose.
   static __device__ void AddLogDecays(float (&sum)[4], const Left (&log_decays)[kTerms],
                                       const Ones& ones, int fragment) {
+    const uint32_t upper = ones.a[fragment], lower = ones.a[fragment + 2];
+    WarpMultiplyHalf(sum, log_decays[0], upper, lower);
 #pragma unroll
-    for (const Left& term : log_decays)
-      WarpMultiplyHalf(sum, term, ones.a[fragment], ones.a[fragment + 2]);
+    for (int term = 1; term < kTerms; ++term) {
+      // Apart: first terms sum without rounding.
+      float seconds[4] = {};
+      WarpMultiplyHalf(seconds, log_decays[term], upper, lower);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sum[e] += seconds[e];
+    }
   }
 
   // Writes rows of a panel to global memory, to an array with heads of `size` channels, after all warps of this
@@ -1339,9 +1366,10 @@ class ChunkGradients {
   }
 
   // Starts sum = left right over all channels, whose columns are the tokens of the chunk, brought from their own
-  // frames to `frame`.
+  // frames to `frame`; those of frames behind `last` are not needed.
   __device__ __forceinline__ void ChannelProduct(Accumulator<8>& sum, const Along& left,
-                                                 const Along& right, int frame) const {
+                                                 const Along& right, int frame,
+                                                 int last = kChunkTiles - 1) const {
     if (!kFramed || one_frame) {
       Product<L, false, kTiles>(warp, sum, left, right);
       if constexpr (kFramed)
@@ -1357,6 +1385,7 @@ class ChunkGradients {
         left.Tile(tile).Behind(term * L::kTermBytes).LoadLeft(warp, plain[term]);
 #pragma unroll
       for (int column = 0; column < kChunkTiles; ++column) {
+        if (column > last) continue;
         Left scaled[kTerms];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -1548,10 +1577,14 @@ cudaError_t LaunchGradients(cudaStream_t stream, const Call& call, const uint4* 
     const auto launch = [&](auto marked, auto framed) {
       return launch_of(zero, size, marked, framed);
     };
+    const auto for_marks = [&](auto framed) {
+      const auto of_marks = [&](auto marked) { return launch(marked, framed); };
+      return FillsMatrixHead(call.dims) ? ForMarks(call.marks, of_marks)
+                                        : of_marks(std::true_type());
+    };
     if constexpr (!kKeyed)
-      if (steep != nullptr) return launch(std::true_type(), std::true_type());
-    const auto bounded = [&](auto marked) { return launch(marked, std::false_type()); };
-    return FillsMatrixHead(call.dims) ? ForMarks(call.marks, bounded) : bounded(std::true_type());
+      if (steep != nullptr) return for_marks(std::true_type());
+    return for_marks(std::false_type());
   });
 }
 

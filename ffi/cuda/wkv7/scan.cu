@@ -219,12 +219,21 @@ struct TileSums {
   __device__ void Add(const Left& inclusive, const Left& exclusive,
                       const uint32_t (&log_decays)[kTerms][4]) {
 #pragma unroll
-    for (const uint32_t (&term)[4] : log_decays)
+    for (int i = 0; i < 2; ++i) {
+      const auto add = [&](float (&sum)[4], const Left& ones) {
+        WarpMultiplyHalf(sum, ones, log_decays[0][2 * i], log_decays[0][2 * i + 1]);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        WarpMultiplyHalf(upto[i], inclusive, term[2 * i], term[2 * i + 1]);
-        WarpMultiplyHalf(before[i], exclusive, term[2 * i], term[2 * i + 1]);
-      }
+        for (int term = 1; term < kTerms; ++term) {
+          // Apart: first terms sum without rounding.
+          float seconds[4] = {};
+          WarpMultiplyHalf(seconds, ones, log_decays[term][2 * i], log_decays[term][2 * i + 1]);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) sum[e] += seconds[e];
+        }
+      };
+      add(upto[i], inclusive);
+      add(before[i], exclusive);
+    }
   }
   template <typename Value>
   __device__ void Subtract(Value&& value) {
@@ -1220,9 +1229,8 @@ int64_t SharedMemory(Pass pass) {
   const int64_t transition = ScanLayout<T, N, false, Work::kTransition, kKind>::kBytes;
   if (pass != Pass::kForward && pass != Pass::kBackward) return transition;
   constexpr Work kLeast = N == kPanelCols ? Work::kTogether : Work::kSpecialized;
-  int64_t scan = ScanLayout<T, N, true, kLeast, kKind>::kBytes;
-  if constexpr (kTermsOf<T> == 1)  // floats have no reverse scan
-    if (pass == Pass::kBackward) scan = ScanLayout<T, N, false, kLeast, kKind>::kBytes;
+  const int64_t scan = pass == Pass::kForward ? ScanLayout<T, N, true, kLeast, kKind>::kBytes
+                                              : ScanLayout<T, N, false, kLeast, kKind>::kBytes;
   return std::max({transition, scan, kCombineBytes<N>});
 }
 
