@@ -9,6 +9,9 @@ import numpy as np
 EXACT_FLOAT32 = 1e-5
 """Float32 operands with precision HIGHEST, or in a kernel that comes close to it."""
 
+TWO_TERMS = 2e-5
+"""Float32 operands on matrix units, as sums of two bfloat16 numbers, with less than HIGHEST."""
+
 SEQUENTIAL = 2e-3
 """A kernel that takes one token at a time, on bfloat16 or float16 operands."""
 
