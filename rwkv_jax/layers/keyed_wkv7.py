@@ -149,6 +149,7 @@ def _has_kernels(given: Arrays, options: Options) -> bool:
         options.implementation in (None, "ffi")
         and not library.why_not("cuda")
         and sizes["K"] == sizes["V"] == HEAD_SIZE
+        and tensors["v"].dtype != jnp.float32
         and not check.symbolic(sizes, "BTH")
         and not any(KERNELS.why_by_token(options, "cuda", Forward(tensors, {})))
     )

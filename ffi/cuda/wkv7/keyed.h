@@ -38,6 +38,7 @@ inline void ReadParameters(Operands& operands, const Wkv7Call& call, const float
   operands.Require(count == Wkv7KeysCall::kParameters, "parameters has J = ", count, "; expected ",
                    Wkv7KeysCall::kParameters);
   operands.Require(size == 64, "K = ", size, "; expected 64");
+  operands.Require(call.dtype != Dtype::kF32, "the dtype is float32; expected bfloat16 or float16");
   operands.Require(call.decay == Decay::kSigmoid, "decay is ", static_cast<int64_t>(call.decay),
                    "; expected 2 (sigmoid)");
   operands.Require(operands.packing() != Packing::kSequences,
