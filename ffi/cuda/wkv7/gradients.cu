@@ -675,7 +675,10 @@ class ChunkGradients {
       for (int f = 0; f < 2; ++f) {
         const int own_tokens = tokens - kTileTokens * (FirstTile() + f);
         const float most = fminf(kMaxFrameLog2, kMaxMeanLog2<T> * static_cast<float>(own_tokens));
-        decays.in_range = decays.in_range && (own_tokens <= 0 || fabsf(frame[f]) <= most);
+        // Between frames c must fall, also where a token does not decay but grows.
+        decays.in_range =
+            decays.in_range &&
+            (own_tokens <= 0 || (fabsf(frame[f]) <= most && (slow || frame[f] <= 0.0f)));
         // G ends at 0 in half 0, and begins at 0 in half 1.
         const float last = half == 0 ? (f == 0 ? -frame[1] : 0.0f) : (f == 0 ? frame[0] : sum);
         c[f] = slow ? 0.0f : 2.0f * rintf(0.5f * (last - 0.5f * frame[f]));
