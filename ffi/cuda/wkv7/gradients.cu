@@ -1152,6 +1152,13 @@ class ChunkGradients {
     };
     return frame < other ? at(frame) - at(other) : at(other) - at(frame);
   }
+  // The factor, twice in a word, of the channel of elements 0 and 1 of a fragment, or of that of elements 2 and 3 if
+  // `lower` is 1.
+  __device__ uint32_t OwnFactors(int lower, int frame, int other) const {
+    const int channel = Channel() + 8 * lower;
+    const uint32_t two = Fall(frame, other, channel - channel % 2);
+    return PowersOfTwo((two >> 16 * (channel % 2) & 0xffffu) * 0x00010001u);
+  }
   // The sums of the reads of the second half, for all channels. With kFramed they have the place of some db
   // that have been written.
   __device__ float* LaterReads() const {
@@ -1312,16 +1319,11 @@ class ChunkGradients {
                                                Fn&& meanwhile) const {
     if (kFramed && !one_frame) {
       Finish(pair[0], pair[1]);
-      // Of the rows of this lane, whose registers have one channel.
-      const auto fall = [&](int i, int from, int to) {
-        return (Fall(from, to, Channel() - Channel() % 2 + 8 * i) >> 16 * (Channel() % 2)) &
-               0xffffu;
-      };
 #pragma unroll
       for (int part = 0; part < kHalfTiles; ++part)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const float factor = Bf16::Low(PowersOfTwo(fall(i, FirstTile() + part, frame)));
+          const float factor = Bf16::Low(OwnFactors(i, FirstTile() + part, frame));
           for (HalfAccumulator& sum : pair)
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
@@ -1339,8 +1341,7 @@ class ChunkGradients {
         for (int part = 0; part < kHalfTiles; ++part) {
           uint32_t factors[2];
 #pragma unroll
-          for (int i = 0; i < 2; ++i)
-            factors[i] = PowersOfTwo(fall(i, tile, FirstTile() + part) * 0x00010001u);
+          for (int i = 0; i < 2; ++i) factors[i] = OwnFactors(i, tile, FirstTile() + part);
           const auto add = [&](const Left(&plain)[kTerms], const TrianglePair<Right>& of) {
             Left scaled[kTerms];
 #pragma unroll
@@ -1451,8 +1452,7 @@ class ChunkGradients {
     if (kFramed && !one_frame)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const uint32_t fall = Fall(0, kChunkTiles - 1, Channel() - Channel() % 2 + 8 * i);
-        const float factor = Bf16::Low(PowersOfTwo(fall >> 16 * (Channel() % 2) & 0xffffu));
+        const float factor = Bf16::Low(OwnFactors(i, 0, kChunkTiles - 1));
         terms.written[i] = terms.written[i] * factor * factor;
       }
   }
