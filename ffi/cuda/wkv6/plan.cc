@@ -21,6 +21,7 @@ Rules Wkv6Rules(const Problem& problem) {
   return {size == problem.value_size && (size == 64 || size == 128) ? size : 0,
           false,  // float32 goes token by token
           false,  // no decay is too fast for these kernels
+          false,
           problem.pass == Pass::kBackward ? std::max(scan, Wkv6GradientSharedMemory(size)) : scan,
           MostSplits,
           Wkv6TransitionSize(size),
