@@ -227,21 +227,23 @@ __device__ void LoadTransposedPanel(uint32_t panel, int column, int first,
                          left[tile][term]);
 }
 
-// Starts two products with the same left operand, over kTiles tiles of k from `first` on.
+// Starts two products with the same left operand, over kTiles tiles of k from `first` on: of the terms `i` of the
+// left operand and `j` of the right ones, counted from the last, so that the smallest products come first.
 template <typename L, bool kAdd, int kTiles, typename Right>
 __device__ void ProductPair(HalfAccumulator (&sums)[2], const Left (&left)[kTiles][L::kTerms],
-                            int first, const Right& right_of_first, const Right& right_of_second) {
+                            int i, int j, int first, const Right& right_of_first,
+                            const Right& right_of_second) {
+  constexpr int kLast = L::kTerms - 1;
   BeginProducts();
 #pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile)
-    ForProducts<L::kTerms, true>([&](int i, int j) {
-      const bool add = kAdd || tile + i + j > 0;
-      const auto multiply = [&](HalfAccumulator& sum, const Right& right) {
-        MultiplyOrAdd(add, sum, left[tile][i], right.Tile(first + tile).Behind(j * L::kTermBytes));
-      };
-      multiply(sums[0], right_of_first);
-      multiply(sums[1], right_of_second);
-    });
+  for (int tile = 0; tile < kTiles; ++tile) {
+    const auto multiply = [&](HalfAccumulator& sum, const Right& right) {
+      MultiplyOrAdd(kAdd || tile + i + j > 0, sum, left[tile][kLast - i],
+                    right.Tile(first + tile).Behind((kLast - j) * L::kTermBytes));
+    };
+    multiply(sums[0], right_of_first);
+    multiply(sums[1], right_of_second);
+  }
   CommitProducts();
 }
 
@@ -948,7 +950,9 @@ class ChunkGradients {
     HalfAccumulator pair[2];  // dBh, dKh
     Left ds[kTiles][kTerms];
     LoadTransposedPanel<L>(StateColumns(L::kDs), warp, 0, ds);
-    ProductPair<L, false>(pair, ds, 0, HalfRows(L::kU), HalfRows(L::kV));
+    ForProducts<kTerms, true>([&](int i, int j) {
+      ProductPair<L, false>(pair, ds, i, j, 0, HalfRows(L::kU), HalfRows(L::kV));
+    });
     const auto add_triangles = [&](auto tiles, int first_tile) {
       AddTriangles<decltype(tiles)::value>(
           pair, first_tile, kChunkTiles - 1, {L::kRt, HalfColumns(L::kQrb), HalfColumns(L::kQrk)},
@@ -980,7 +984,9 @@ class ChunkGradients {
     HalfAccumulator pair[2];  // dRt, dAt
     Left sp[kTiles][kTerms];
     LoadTransposedPanel<L>(StateColumns(L::kSp), warp, 0, sp);
-    ProductPair<L, false>(pair, sp, 0, HalfRows(L::kDy), HalfRows(L::kDz));
+    ForProducts<kTerms, true>([&](int i, int j) {
+      ProductPair<L, false>(pair, sp, i, j, 0, HalfRows(L::kDy), HalfRows(L::kDz));
+    });
     const auto add_triangles = [&](auto tiles) {
       AddTriangles<decltype(tiles)::value>(
           pair, 0, 0, {L::kBh, HalfRows(L::kQrb), HalfRows(L::kM)},
@@ -1175,7 +1181,10 @@ class ChunkGradients {
   __device__ float Centre(Frames of, const float (&sums)[kHalfTiles], int f) const {
     if (IsSlow(sums)) return 0.0f;
     float middle = 0.5f * (sums[0] + sums[1]);
-    if (of == Frames::kTiles) middle = f == half ? 0.5f * sums[f] + sums[1 - f] : 0.5f * sums[f];
+    if (of == Frames::kTiles) {
+      middle = f == 0 ? 0.5f * sums[0] : 0.5f * sums[1];
+      if (f == half) middle += f == 0 ? sums[1] : sums[0];
+    }
     return 2.0f * rintf(half == 0 ? -0.5f * middle : 0.5f * middle);
   }
   // With kFramed: [tiles, N] of c / 2 + kCentre.
@@ -1411,7 +1420,6 @@ class ChunkGradients {
           }
         }
     };
-    // A left operand is loaded while the product before it runs.
     Left left[kTiles][kTerms], next_left[kTiles][kTerms];
     load(triangles.left, left);
     Finish(pair[0], pair[1]);
@@ -1427,9 +1435,13 @@ class ChunkGradients {
               sum[fragment][e] = sum[fragment][e] * factor * factor;
       }
     meanwhile();
-    ProductPair<L, true>(pair, left, first_tile, triangles.of_first, triangles.of_second);
-    load(next.left, next_left);
-    ProductPair<L, true>(pair, next_left, first_tile, next.of_first, next.of_second);
+    // A left operand is loaded while the product before it runs, unless that would be a large product.
+    if constexpr (kFloat) load(next.left, next_left);
+    ForProducts<kTerms, true>([&](int i, int j) {
+      ProductPair<L, true>(pair, left, i, j, first_tile, triangles.of_first, triangles.of_second);
+      if constexpr (!kFloat) load(next.left, next_left);
+      ProductPair<L, true>(pair, next_left, i, j, first_tile, next.of_first, next.of_second);
+    });
     Finish(pair[0], pair[1]);
   }
 
