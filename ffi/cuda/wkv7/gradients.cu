@@ -20,13 +20,14 @@
 //   Sp = S0 2^(c - G' of token 0), c of the first frame   dSh = dS 2^(G of token 63 - c), c of the last frame
 //
 // Of decays with a bound, those of Decay::kSigmoid, the chunk is one frame, and c is G of its last token. Of others
-// a tile is a frame, and G is counted from the middle of the chunk. c is an even number near the middle of G in
-// the frame, so that the factors stay in range where decays are steep. Where a channel decays less in a half of the
-// chunk, its c is 0 there, and where that is so of all, the chunk is one frame.
+// a half of the chunk is a frame or, where a half decays too far, a tile, and G is counted from the middle of the
+// chunk. c is an even number near the middle of G in the frame, so that the factors stay in range where decays are
+// steep. Where a channel decays less in a half, its c is 0 there, and where that is so of all, the chunk is one
+// frame. Products of tiles are not those of a warpgroup, and take longer.
 //
 // Floats are multiplied in terms (matrix.cuh), which ScaleOperands and ScaleState make of them. One kernel takes
-// them with any decay and any marks, and tiles are its frames. It needs nearly all shared memory of a
-// multiprocessor of compute capability 9.0.
+// them with any decay and any marks. It needs nearly all shared memory of a multiprocessor of compute capability
+// 9.0.
 //
 //   Aab = tril_strict(At Bh^T)   Aak = tril_strict(At Kh^T)
 //   Qrb = tril(Rt Bh^T)          Qrk = tril(Rt Kh^T)
@@ -67,7 +68,7 @@
 //   LoadChunk          starts all copies    all                 block: w has been copied
 //   SumLogDecays       c - G                panel x half        block: sums of the other half;
 //                                                                 a, b, k, r have been copied
-//   ScaleOperands      At Rt Bh Kh          panel x half
+//   ScaleOperands      c, At Rt Bh Kh       panel x half
 //   ScaleState         Sp dSh               all                 block: operands are scaled
 //   TokenProducts      M Aak Qrb Qrk        one product each    block: products are stored
 //   Values             Z U                  half 0              half: U of all panels is stored
@@ -144,8 +145,9 @@ struct GradientLayout {
   static constexpr int kDz = kU + kTokenBytes;   // w, dZ, da
   static constexpr int kSp = kDz + kTokenBytes;  // Sp
   static constexpr int kDs = kSp + kStateBytes;  // dS or dSh
-  static constexpr int kM = kDs + kStateBytes;   // key factors, Aab, M, dv of the first panel, dAab
-  static constexpr int kAak = kM + kPanelBytes;  // Aak, dv of the second panel, dAak
+  // Key factors or, of tiles, StateFactors, then Aab, M, dv of the first panel, dAab.
+  static constexpr int kM = kDs + kStateBytes;
+  static constexpr int kAak = kM + kPanelBytes;    // Aak, dv of the second panel, dAak
   static constexpr int kQrb = kAak + kPanelBytes;  // Qrb, dQrb
   static constexpr int kQrk = kQrb + kPanelBytes;  // Qrk, dQrk
   static constexpr int kTermBytes = kQrk + kPanelBytes;
@@ -481,8 +483,7 @@ __device__ void InvertPanel(int warp, int barrier, uint32_t panel) {
 
 // A word of two bfloat16 2^-e for a word of two e; of an e above 126 the factor is 0.
 __device__ inline uint32_t PowersOfTwo(uint32_t e) {
-  const uint32_t exponents = 0x807f807fu - e;  // the upper bit is set unless e is too large
-  return (exponents & 0x007f007fu & (exponents >> 15 & 0x00010001u) * 0xffffu) << 7;
+  return (0x007f007fu - __vminu2(e, 0x007f007fu)) << 7;
 }
 
 // Multiplies by the square of factors, which may be too small for a number of its own.
@@ -490,7 +491,7 @@ __device__ inline uint32_t MultiplyTwice(uint32_t x, uint32_t factors) {
   return Bf16::Multiply(Bf16::Multiply(x, factors), factors);
 }
 
-// What the frames of a chunk are. Those of the chunk have c = 0 in all channels.
+// What the frames of a chunk are. Where the chunk is one, c is 0 in all channels.
 enum class Frames { kChunk, kHalves, kTiles };
 
 // The decays of the channels of a warp and the tokens of its half.
@@ -630,8 +631,8 @@ class ChunkGradients {
   __device__ __forceinline__ void WaitForDecays() const { WaitForCopies<kBf16 ? 2 : 1>(); }
   __device__ __forceinline__ void WaitForScaledOperands() const { WaitForCopies<kBf16 ? 1 : 0>(); }
 
-  // c - G of the tokens of this half, with a bound so far without the later half, and without one so far without
-  // c and the later tile; and what the first rows of Sums have. Sums are products with ones, in float16.
+  // c - G of the tokens of this half, so far without the later half, or without a bound without c and the later
+  // tile; and what the first rows of Sums have. Sums are products with ones, in float16.
   __device__ __forceinline__ void SumLogDecays(Decays& decays) const {
     const Ones later(false, false, true), all(true, true, true);
     float total[4] = {}, of_first[4];  // sums over the half and over its first tile
@@ -713,7 +714,7 @@ class ChunkGradients {
     return true;
   }
 
-  // Where decays have no bound: c of the frames of this half, in `decays` and for all.
+  // With kFramed: c of the frames of this half, in `decays` and in Centres.
   __device__ __forceinline__ void SetCentres(Decays& decays) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i)
@@ -1168,7 +1169,7 @@ class ChunkGradients {
     return kFilled ? at : at * size;
   }
   __device__ float* Sums() const { return reinterpret_cast<float*>(memory + L::kSums); }
-  // With kFramed: [2, N], the factors of S0 and of dS where frames are such. M has no place yet.
+  // With kFramed: [2, N], the factors of S0 and of dS if such are the frames. Those of tiles lie where M will.
   __device__ float* StateFactors(Frames of) const {
     return of == Frames::kTiles ? reinterpret_cast<float*>(memory + L::kM) : Sums();
   }
@@ -1435,7 +1436,8 @@ class ChunkGradients {
               sum[fragment][e] = sum[fragment][e] * factor * factor;
       }
     meanwhile();
-    // A left operand is loaded while the product before it runs, unless that would be a large product.
+    // A left operand is loaded while the products before it run. Of floats both come first, and so do the
+    // smallest products of both.
     if constexpr (kFloat) load(next.left, next_left);
     ForProducts<kTerms, true>([&](int i, int j) {
       ProductPair<L, true>(pair, left, i, j, first_tile, triangles.of_first, triangles.of_second);
@@ -1475,24 +1477,26 @@ class ChunkGradients {
       }
     };
     if (frames == Frames::kHalves) {
-      constexpr int kScaled = kLater ? 1 : 0;
+      constexpr int kScaled = kLater ? 1 : 0, kStepTiles = 2;
       HalfAccumulator sums[2];
+      Left lefts[2][kStepTiles][2][kTerms];
 #pragma unroll
-      for (int first = 0; first < kTiles; first += kPanelTiles) {
-        if (first > 0) Finish(sums[0], sums[1]);  // there are no registers for more left operands
-        Left plain[kPanelTiles][kTerms], scaled[kPanelTiles][kTerms];
+      for (int first = 0; first < kTiles; first += kStepTiles) {
+        // Two tiles are scaled while the products of two others run.
+        auto& of_step = lefts[first / kStepTiles % 2];
+        if (first >= 2 * kStepTiles) WaitForProducts<1>();
 #pragma unroll
-        for (int i = 0; i < kPanelTiles; ++i) {
-          load(first + i, plain[i]);
-          scale(first + i, kScaled * kHalfTiles, plain[i], scaled[i]);
+        for (int i = 0; i < kStepTiles; ++i) {
+          load(first + i, of_step[i][1 - kScaled]);
+          scale(first + i, kScaled * kHalfTiles, of_step[i][1 - kScaled], of_step[i][kScaled]);
         }
         BeginProducts();
 #pragma unroll
-        for (int i = 0; i < kPanelTiles; ++i)
+        for (int i = 0; i < kStepTiles; ++i)
           ForProducts<kTerms, true>([&](int a, int b) {
 #pragma unroll
             for (int h = 0; h < 2; ++h)
-              MultiplyOrAdd(first + i + a + b > 0, sums[h], (h == kScaled ? scaled : plain)[i][a],
+              MultiplyOrAdd(first + i + a + b > 0, sums[h], of_step[i][h][a],
                             RowsOf(h, right).Tile(first + i).Behind(b * L::kTermBytes));
           });
         CommitProducts();
