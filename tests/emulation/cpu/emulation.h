@@ -557,6 +557,9 @@ inline int __clz(uint32_t x) { return x == 0 ? 32 : __builtin_clz(x); }
 inline int __clzll(uint64_t x) { return x == 0 ? 64 : __builtin_clzll(x); }
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 inline int __popcll(uint64_t x) { return __builtin_popcountll(x); }
+inline uint32_t __vminu2(uint32_t x, uint32_t y) {
+  return std::min(x >> 16, y >> 16) << 16 | std::min(x & 0xffff, y & 0xffff);
+}
 inline uint32_t __brev(uint32_t x) {
   uint32_t reversed = 0;
   for (int i = 0; i < 32; ++i) reversed |= (x >> i & 1) << (31 - i);
