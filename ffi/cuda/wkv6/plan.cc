@@ -25,7 +25,8 @@ Rules Wkv6Rules(const Problem& problem) {
           MostSplits,
           Wkv6TransitionSize(size),
           Wkv6ScratchSize,
-          problem.op == Op::kWkv5 ? 2 : 1};
+          problem.op == Op::kWkv5 ? 2 : 1,
+          size == 64};
 }
 
 }  // namespace rwkv_jax::cuda
