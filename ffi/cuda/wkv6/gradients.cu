@@ -42,9 +42,8 @@
 //                       heads of 128
 //   ScaleOperands       Rt, Kh, Kb and A^T: each warp has    the same for the other half of the
 //                       one tile and half the channels       channels
-//   RecallCarried       dS after the chunk, rounded, to      -
-//                       shared memory
 //   TokenProducts       dA and D: a tile for each warp       dA^T: a tile for each warp
+//   ShareCarried        dS after the chunk, rounded          -
 //   ValueGradients      dV of all tiles, from dS, and dS     -
 //                       before the chunk
 //   KeepStateGradients  -                                    dS after each tile, for both groups
@@ -53,16 +52,17 @@
 //   AddFarTile          what far tiles lack, tiles 0, 1      what far tiles lack, tiles 2, 3
 //   epilogue            all threads store the gradients to global memory
 //
-// Of heads of 128 there is no A, RecallCarried or ValueGradients. The states have 128 values, in two panels of 64,
-// which are taken one after another from KeepStateGradients on: the main loop only adds up what each
-// panel gives (AddStateProducts), and the gradients of the tiles follow.
+// Of heads of 128 there is no A, no ShareCarried and no ValueGradients. The states have 128 values, in two
+// panels of 64, which are taken one after another from KeepStateGradients on: the main loop only adds up
+// what each panel gives (AddStateProducts), and the gradients of the tiles follow.
 //
-// Who waits for whom. All threads meet at these barriers, each a __syncthreads; there are no others.
+// Who waits for whom. All threads meet at these barriers; there are no others.
 //
 //   barrier           threads wait until all others have...   because next they...
 //   kCopied           copied r, k, v, dy and w, and stored    scale tiles that others copied; put dS in
 //                     the gradients of the last chunk         the place of dV (warpgroup 0)
-//   kScaled           scaled tiles, and copied S and dS       multiply the scaled operands
+//   kScaled           scaled tiles, and copied S and put      multiply the scaled operands; load dS
+//                     dS in place
 //   kStateTaken       loaded dS into registers (heads of 64)  put dV in its place (warpgroup 0)
 //   kPanelDone        finished with dS of the first panel of  load dS of the second one; copy its S to
 //                     values, and copied that of the second   the place of the dS before it
@@ -92,6 +92,12 @@ constexpr bool kHasValues = kPanels<N> == 1;
 static_assert(kWordTokens == kTileTokens, "a word of marks says all about a tile");
 // The pieces of 16 bytes in which a thread keeps its part of a state of 64 x 64 floats.
 constexpr int kKeptPieces = 8;
+// The blocks for which a multiprocessor has shared memory. A single one may have more registers.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
+constexpr int kBlocksPerMultiprocessor = 2;
+#else
+constexpr int kBlocksPerMultiprocessor = 1;
+#endif
 
 // In 32 bits, since divisions of 64 bits would cost more than all copies.
 __device__ inline unsigned HeadsOf(const Wkv6Call& call) {
@@ -133,8 +139,9 @@ struct GradientLayout {
 };
 static_assert(GradientLayout<64>::kLeastBytes <= kLeastSharedMemory);
 
-// The barriers of the kernel in the order in which threads pass them; the table above says who
-// waits for what. All are the barrier of __syncthreads: the name is for the reader.
+// The barriers of the kernels in the order in which threads pass them; the table above says who
+// waits for what. All are barrier 0, at which the warpgroups wait in different places: the name is for
+// the reader.
 enum Barrier {
   kCopied,
   kScaled,
@@ -297,12 +304,13 @@ struct ChunkGradients {
 
   const Wkv6BackwardCall& call;
   // Of heads of 128, dS after each chunk in global memory; of 64, kKeptPieces of the local memory of
-  // this thread.
+  // this thread, where dS after the last tile is, too, if there is too little shared memory.
   uint4* const ds_memory;
   const bool keeps_last_ds_there;
   unsigned char* const memory;
   const uint32_t shared;  // the address of `memory`
-  const int warp, warpgroup, lane;
+  const int warp, warpgroup;
+  int lane;
   const int64_t head;  // in [S, H]
   unsigned saved;      // of heads of 64, the chunk in [B, N, H]
   ChunkCopier<kThreads> copier;
@@ -341,8 +349,10 @@ struct ChunkGradients {
             (kMarked ? ChunkMarks(call.marks, sequence, index) : ChunkMarks()).absent};
   }
 
-  // Goes on to the chunk before this one.
+  // Goes on to the chunk before this one. Opaque, or else what follows from the lane would be computed once
+  // for all chunks, and there are no registers to keep it.
   __device__ void GoBack() {
+    lane = Opaque(lane);
     saved -= HeadsOf(call);
     copier.first -= static_cast<int64_t>(kChunkTokens) * copier.stride;
     copier.tokens = kChunkTokens;
@@ -386,10 +396,11 @@ struct ChunkGradients {
   __device__ RowMarks MarksOf(int tile) const {
     return RowMarks(kMarked ? marks[tile] : 0u, copier.tokens - kTileTokens * tile);
   }
+  // Opaque for the same reason as in GoBack: far tiles alone need rows of the stride.
   __device__ RawTile<T> RawTileOf(int tile) const {
     const int64_t first = copier.first + static_cast<int64_t>(kTileTokens * tile) * copier.stride;
     return {static_cast<const T*>(call.r) + first, static_cast<const T*>(call.k) + first,
-            copier.stride, MarksOf(tile)};
+            Opaque(copier.stride), MarksOf(tile)};
   }
   // exp(G_L) of the two channels of a lane.
   __device__ void LoadRowFactors(int tile, float (&factors)[2]) const {
@@ -491,6 +502,7 @@ struct ChunkGradients {
     Prefetch(static_cast<const uint4*>(call.states) + ChunkState() -
              HeadsOf(call) * int64_t{N * N / 8} + 2 * threadIdx.x);
   }
+
   // Starts to copy the rows of the states of a panel of values, and the columns of this block, as a group
   // of copies. Calls copy(bytes from the start of a panel, piece of an array) for each piece of this
   // thread.
@@ -1138,7 +1150,7 @@ __device__ __forceinline__ void GoThroughChunk(
 }
 
 template <typename T, bool kConstant, bool kMarked>
-__global__ __launch_bounds__(kThreads, 2) void SplitGradientKernel(
+__global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void SplitGradientKernel(
     const __grid_constant__ Wkv6BackwardCall call, const __grid_constant__ Splits splits,
     bool keeps_last_ds_there) {
   constexpr int N = 64;
