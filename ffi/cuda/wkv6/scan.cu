@@ -35,7 +35,8 @@ struct Scan : Wkv6Call {
   const void *x, *z;
   const float* start;  // StateKernel takes null for zeros
   float* end;          // if null, the transition of each split is stored in `splits`
-  uint4* saved;        // if not null, gets the state before each chunk in bfloat16, [B, N, H, V, K]
+  uint4* saved;        // only of OutputKernel, if not null: gets the state before each chunk in
+                       // bfloat16, [B, N, H, V, K]
   Splits splits;
   void* y = nullptr;        // the outputs, only of OutputKernel: y, or backwards dv
   float* factor = nullptr;  // [B, H, K], if not null: gets the decay of all tokens together
