@@ -395,7 +395,7 @@ SEVERAL = [
     ("wkv7", Case(1, 300, 1, 128, dtype="bfloat16"), 4, 1, None),
     ("wkv7", Case(1, 300, 2, 64, V=128, dtype="bfloat16"), 132, 1, None),
     ("wkv7", Case(1, 300, 2, 40, V=16, dtype="float16", decay="log", regime="mixed"), 1, 1, None),
-    ("wkv6", Case(1, 300, 1, 64, dtype="bfloat16", decay="log", regime="mixed"), 1, 1, None),
+    ("wkv6", Case(1, 300, 2, 64, dtype="bfloat16", decay="log", regime="mixed"), 1, 1, None),
     ("wkv6", Case(1, 300, 1, 64, dtype="float16", decay="exp"), 132, 1, None),
     ("wkv5", Case(1, 300, 1, 64, dtype="bfloat16", decay="log"), 1, 1, None),
     ("wkv6", Case(1, 300, 1, 128, dtype="bfloat16", decay="log", regime="mixed"), 2, 1, None),

@@ -37,6 +37,9 @@ struct Rules {
   int64_t (*replay_floats)(int64_t head_size);
   // How many inputs are shared by all tokens of a sequence.
   int64_t shared_inputs;
+  // Whether those kernels take the chunks of a split one after another in all of the backward pass, so that no
+  // gradients of states lie in the scratch, and the gradients of shared inputs are partial sums for each split.
+  bool walks_backwards = false;
 };
 
 Rules Wkv6Rules(const Problem& problem);

@@ -43,8 +43,8 @@ struct Inputs {
 // sum, and the first then adds up what they have.
 template <int kWarps>
 __global__ __launch_bounds__(kSumThreads) void SumKernel(Sequences sequences, int64_t count,
-                                                         int64_t partials, int64_t columns,
-                                                         Inputs inputs) {
+                                                         int64_t partials, int64_t chunks,
+                                                         int64_t columns, Inputs inputs) {
   __shared__ float sums[kSumWarps][kSumColumns];
   const int64_t groups = (columns + kSumColumns - 1) / kSumColumns;
   const int lane = threadIdx.x % kSumColumns, warp = threadIdx.x / kSumColumns;
@@ -54,14 +54,14 @@ __global__ __launch_bounds__(kSumThreads) void SumKernel(Sequences sequences, in
   const PartialSums& input = inputs.of[blockIdx.y];
   float sum = 0.0f;
   if (active) {
-    int64_t first = sequence * partials;
+    int64_t first = sequence * partials, stride = 1;
     if (sequences.Given()) {
       const Span span = sequences(sequence, 0);
-      first = span.first_chunk, partials = span.Chunks();
+      first = span.first_chunk, stride = chunks, partials = (span.Chunks() + chunks - 1) / chunks;
     }
 #pragma unroll 8
     for (int64_t i = warp % kWarps; i < partials; i += kWarps)
-      sum += input.from[(first + i) * columns + column];
+      sum += input.from[(first + i * stride) * columns + column];
   }
   if constexpr (kWarps > 1) {
     sums[warp][lane] = sum;
@@ -142,7 +142,7 @@ cudaError_t ClearOutside(cudaStream_t stream, const Sequences& sequences, int64_
 
 cudaError_t SumPartials(cudaStream_t stream, int64_t count, const Sequences& sequences,
                         int64_t partials, int64_t columns,
-                        std::initializer_list<PartialSums> inputs) {
+                        std::initializer_list<PartialSums> inputs, int64_t chunks) {
   if (count * columns == 0) return cudaSuccess;
   Inputs all = {};
   unsigned number = 0;
@@ -152,7 +152,7 @@ cudaError_t SumPartials(cudaStream_t stream, int64_t count, const Sequences& seq
     constexpr int kSequences = kSumWarps / warps();
     const int64_t blocks = (count + kSequences - 1) / kSequences * groups;
     return Launch(SumKernel<warps()>, {blocks, number}, kSumThreads, 0, stream, sequences, count,
-                  partials, columns, all);
+                  partials, chunks, columns, all);
   };
   // Many short sequences have too few partial sums each to keep a block busy.
   const bool short_ones = sequences.Given() && partials < kSumWarps * count;

@@ -150,9 +150,10 @@ struct PartialSums {
 };
 
 // Adds up partial sums in a fixed order. Each of `count` sequences has `partials` of them, one after
-// another, or, if `sequences` are given, one for each of its chunks. There are at most 2 inputs.
+// another, or, if `sequences` are given, one for every `chunks` of its chunks, at the first of them. There are at
+// most 2 inputs.
 cudaError_t SumPartials(cudaStream_t stream, int64_t count, const Sequences& sequences,
                         int64_t partials, int64_t columns,
-                        std::initializer_list<PartialSums> inputs);
+                        std::initializer_list<PartialSums> inputs, int64_t chunks = 1);
 
 }  // namespace rwkv_jax::cuda

@@ -26,7 +26,8 @@ Rules Wkv6Rules(const Problem& problem) {
           MostSplits,
           Wkv6TransitionSize(size),
           Wkv6ScratchSize,
-          problem.op == Op::kWkv5 ? 2 : 1};
+          problem.op == Op::kWkv5 ? 2 : 1,
+          size == 64};  // of heads of 128 a block has half of the keys, and no dV
 }
 
 }  // namespace rwkv_jax::cuda
