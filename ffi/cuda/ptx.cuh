@@ -37,16 +37,19 @@ __device__ inline int Opaque(int x) {
   return x;
 }
 
-// Loads a number that another block has stored with StoreReleased. What that block had written before, in all threads
-// that it had synchronized, is then there.
-__device__ inline uint32_t LoadAcquired(const uint32_t* from) {
-  uint32_t x;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+// Loads and stores two words that blocks which run at the same time hand on. Neither is in the order of other accesses.
+__device__ inline uint2 LoadHandedOn(const uint32_t* from) {
+  uint2 x;
+  asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];"
+               : "=r"(x.x), "=r"(x.y)
+               : "l"(from)
+               : "memory");
   return x;
 }
 
-__device__ inline void StoreReleased(uint32_t* to, uint32_t x) {
-  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
+__device__ inline void HandOn(uint32_t* to, uint2 x) {
+  asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(x.x), "r"(x.y)
+               : "memory");
 }
 
 __device__ inline float Exp2(float x) {

@@ -13,14 +13,17 @@
 
 namespace rwkv_jax::cuda {
 
-// Where a state [rows, columns] is that goes from chunk to chunk, and the same in bfloat16, filled up with zeros. The
-// chunks of its relay that are done have handed it on.
+// Where a state [rows, columns] is that goes from chunk to chunk. The last bits of each float are a tag, by which the
+// next block tells whether it is there: so no block has to wait for what it stores. The state before the first tokens
+// has no tags.
 struct Baton {
-  float* data;
+  uint32_t* words;
   int rows, columns;
-  uint4* rounded;
-  uint32_t* done;
 };
+
+// Tags count chunks modulo kTags, and no GPU runs as many blocks at once: those of a relay can be told apart. What
+// they take from a float is little beside bfloat16, in which dS is multiplied.
+constexpr uint32_t kTags = 512;
 
 // The chunk of a block, or none if `row` is negative.
 struct RelayPlace {
@@ -45,8 +48,6 @@ struct Relays {
   int rows, columns, size;
   const float* start;  // the states of all heads behind the last tokens, ...
   float* end;          // ... and those before the first ones, once the relays are done
-  uint4* rounded;      // [relays, size, size] of bfloat16: the states that are handed on
-  uint32_t* done;      // [relays]: how many chunks are done
   int32_t*
       order;  // of sequences of different lengths, [chunks]: the chunks in their order, and then -1
   int64_t chunks;  // of all rows
@@ -94,28 +95,29 @@ struct Relays {
     place.position = (behind < last ? behind : last) - 1 - place.chunk;
     return place;
   }
-  // The number of the relay of a split.
-  __device__ int64_t RelayOf(const RelayPlace& place) const {
-    return splits.IndexOf(place.row, place.span, place.split) * heads + place.head;
-  }
   // The state of a relay is where it goes in the end, or where the transition of its split had a factor.
   __device__ Baton BatonOf(const RelayPlace& place) const {
-    const int64_t relay = RelayOf(place);
-    Baton baton{nullptr, rows, columns, rounded + relay * (size * size / 8), done + relay};
     const int64_t of_all = place.row * heads + place.head;
-    if (place.split == 0) {
-      baton.data = end + of_all * rows * columns;
-    } else {
-      const int64_t order = splits.Count(place.span.Chunks()) - 1 - place.split;
-      baton.data = splits.Transition<true>(of_all, heads, place.span, order) + size * size;
-      baton.rows = baton.columns = size;
-    }
-    return baton;
+    float* to = end + of_all * rows * columns;
+    if (place.split == 0) return {reinterpret_cast<uint32_t*>(to), rows, columns};
+    const int64_t order = splits.Count(place.span.Chunks()) - 1 - place.split;
+    to = splits.Transition<true>(of_all, heads, place.span, order) + size * size;
+    return {reinterpret_cast<uint32_t*>(to), size, size};
   }
 #endif
 };
 
-// Puts the states at their starts, counts nothing as done, and finds the order of chunks. The states between splits
+#ifdef __CUDACC__
+// A float as a word with a tag. Infinite and not a number stay what they are.
+__device__ inline uint32_t Tagged(float x, uint32_t tag) {
+  const uint32_t bits = __float_as_uint(x), rounds = (bits & 0x7f800000u) != 0x7f800000u;
+  return ((bits + rounds * (kTags / 2)) & ~(kTags - 1)) | tag % kTags;
+}
+__device__ inline float Untagged(uint32_t word) { return __uint_as_float(word & ~(kTags - 1)); }
+__device__ inline bool HasTag(uint32_t word, uint32_t tag) { return (word ^ tag) % kTags == 0; }
+#endif
+
+// Puts the states at their starts, and finds the order of chunks. The states between splits
 // are in the memory of the splits.
 cudaError_t BeginRelays(cudaStream_t stream, const Relays& relays);
 

@@ -83,11 +83,6 @@ struct Splits {
     if (transition && !kReverse) --work.split;
     return work;
   }
-  // The number of a split among all splits of all sequences.
-  __device__ int64_t IndexOf(int64_t sequence, const Span& span, int64_t split) const {
-    if (chunks == 0) return sequence * count + split;
-    return split == 0 ? count - 1 + sequence : Place(span) + split - 1;
-  }
   // The sequence of a block, one of `HeadsWithTransitions`, or -1 if it has none.
   __device__ int64_t SequenceWithTransitions(const Sequences& sequences, int64_t heads) const {
     const int64_t index = blockIdx.x / heads;

@@ -81,10 +81,9 @@
 //   ValueGradients     stages dV in M, Aak  half 1              warpgroup: dV is staged
 //   TriangleGradients  dAab dAak            half 0              values: dV has left M and Aak
 //                                                               block: triangles are stored
-//   HandOn             dS, if a relay       panel x half
 //   KeyGradients       dB dK                panel x half        half: U and V have been read
 //                                                               warpgroup: dB and dK are staged
-//   QueryGradients     dR dA                panel x half        half, or block if a relay: dY and dZ have been read
+//   QueryGradients     dR dA                panel x half        half: dY and dZ have been read
 //                                                               warpgroup: dR and dA are staged
 //   DecayGradient      dw                   panel x half        block: sums of the other half
 //                                                               block: dw is staged
@@ -549,9 +548,9 @@ class ChunkGradients {
     uint4 s0[kStateSteps][kTerms], ds[kFramed ? kStateSteps : 1][kTerms];
   };
 
-  // The part of a state that a warp has in a sum: the rows of its channels, and half of the columns.
-  static constexpr int kStateFragments = N / 2 / 8;
-  using StateSum = Accumulator<kStateFragments>;
+  // A state is handed on in parts of some columns.
+  static constexpr int kPartColumns = 32, kStateParts = N / kPartColumns;
+  using StateSum = Accumulator<kPartColumns / 8>;
 
   __device__ ChunkGradients(const Call& call, unsigned char* memory)
       : call(call),
@@ -580,7 +579,7 @@ class ChunkGradients {
     row = place.row, head = place.head;
     chunk = static_cast<int>(place.span.first_chunk) + place.chunk;
     FindTokens(place.span, place.chunk);
-    baton = relays.BatonOf(place), position = place.position;
+    baton = relays.BatonOf(place), position = place.position, is_first = place.chunk == 0;
     return true;
   }
 
@@ -637,21 +636,11 @@ class ChunkGradients {
       }
     }
     CommitCopies();
-    if (kRelays && threadIdx.x == 0) *Ready() = IsHandedOn();
-  }
-
-  // Starts to copy dS if it was there when the other copies had started.
-  __device__ __forceinline__ void CopyGradient() {
-    ready = *Ready() != 0;
-    if (ready) CopyGradient(threadIdx.x, L::kThreads);
-    CommitCopies();
   }
 
   // Waits until w has been copied; then until the operands that the decays scale have been.
   __device__ __forceinline__ void WaitForDecays() const { WaitForCopies<kBf16 ? 2 : 1>(); }
-  __device__ __forceinline__ void WaitForScaledOperands() const {
-    WaitForCopies<(kBf16 ? 1 : 0) + (kRelays ? 1 : 0)>();
-  }
+  __device__ __forceinline__ void WaitForScaledOperands() const { WaitForCopies<kBf16 ? 1 : 0>(); }
 
   // c - G of the tokens of this half, so far without the later half, or without a bound without c and the later
   // tile; and what the first rows of Sums have. Sums are products with ones, in float16.
@@ -940,12 +929,8 @@ class ChunkGradients {
   // dU^T, dZ^T and dV^T of the channels of this panel; half 1. dZ is left in shared memory, dV goes
   // out by way of the panel of M or Aak.
   __device__ __forceinline__ void ValueGradients() {
-    if (kRelays && !ready) {
-      if (warp == 0 && panel == 0)
-        while (!IsHandedOn()) continue;
-      WaitForHalf();
-      CopyGradient(128 * panel + threadIdx.x % 128, 128 * L::kPanels);
-      WaitForCopies<0>();
+    if constexpr (kRelays) {
+      while (!taken) TakeBaton();
       PublishOperands();
       WaitForHalf();
     }
@@ -978,22 +963,39 @@ class ChunkGradients {
     WaitForWarpgroup();
     WriteRows(staged, 0, kChunkTokens, call.dv, ValueSize());
     WaitForValues();
+    if constexpr (kRelays) PassBaton();
   }
 
-  // dS in float: the rows of this panel, half of the columns.
-  __device__ __forceinline__ void LoadBaton(StateSum& ds) const {
-    ForEachElement<kStateFragments>([&](int fragment, int e) { ds[fragment][e] = 0.0f; });
-    ForEachBatonPair(half * (N / 2), [&](const float2& at, int, int fragment, int e) {
-      const float2 pair = __ldcg(&at);
-      ds[fragment][e] = pair.x, ds[fragment][e + 1] = pair.y;
-    });
+  // Takes dS as an operand, if the block of the chunk after this one has handed it on: the rows of this panel;
+  // half 1.
+  __device__ __forceinline__ void TakeBaton() {
+    StateSum ds[kStateParts] = {};
+    taken = true;
+#pragma unroll
+    for (int part = 0; part < kStateParts; ++part)
+      ForEachBatonPair(part, [&](uint32_t* at, int, int fragment, int e) {
+        const uint2 pair = LoadHandedOn(at);
+        taken = taken && HasTag(pair.x, position) && HasTag(pair.y, position);
+        ds[part][fragment][e] = Untagged(pair.x), ds[part][fragment][e + 1] = Untagged(pair.y);
+      });
+    // Four lanes have what one of them stores.
+    taken = __all_sync(~0u, taken);
+#pragma unroll
+    for (int part = 0; part < kStateParts; ++part)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int column = kPartColumns * part + 16 * i;
+        Left x;
+        Round<__nv_bfloat16>(ds[part][2 * i], ds[part][2 * i + 1], x);
+        StoreMatrices(TileAddress(At(L::kDs) + column / kPanelCols * L::kStatePanelBytes,
+                                  kPanelCols * panel + 16 * warp, column % kPanelCols / 16),
+                      x);
+      }
   }
 
-  // Hands dS of the chunk before on, in the place of the other one: the rows of this panel, half of the columns.
-  __device__ __forceinline__ void HandOn(const StateSum& after, bool at_once) const {
+  // Hands dS of the chunk before on, in the place of the other one: the rows of this panel; half 1.
+  __device__ __forceinline__ void PassBaton() const {
     const ChunkMarks marks = LoadMarks();
-    const int first_column = half * (N / 2);
-    StateSum sum;
     Left left[2][kChunkTiles][1];  // dY^T, dZ^T
     LoadTransposedPanel<L>(OwnPanel(L::kDy), warp, 0, left[0]);
     LoadTransposedPanel<L>(OwnPanel(L::kDz), warp, 0, left[1]);
@@ -1002,32 +1004,38 @@ class ChunkGradients {
 #pragma unroll
         for (int tile = 0; tile < kChunkTiles; ++tile)
           KeepTokens(0, marks.FirstStart() - 16 * tile, tiles[tile][0]);
-    BeginProducts();
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const Down right{At(i == 0 ? L::kRt : L::kAt) + first_column / kPanelCols * L::kPanelBytes,
-                       first_column % kPanelCols / 16};
+    for (int part = 0; part < kStateParts; ++part) {
+      StateSum sum, after;
+      ForEachBatonPair(part, [&](uint32_t* at, int, int fragment, int e) {
+        const uint2 pair = LoadHandedOn(at);
+        after[fragment][e] = Untagged(pair.x), after[fragment][e + 1] = Untagged(pair.y);
+      });
+      BeginProducts();
 #pragma unroll
-      for (int tile = 0; tile < kChunkTiles; ++tile)
-        MultiplyOrAdd(i + tile > 0, sum, left[i][tile][0], right.Tile(tile));
+      for (int i = 0; i < 2; ++i) {
+        const int column = kPartColumns * part;
+        const Down right{At(i == 0 ? L::kRt : L::kAt) + column / kPanelCols * L::kPanelBytes,
+                         column % kPanelCols / 16};
+#pragma unroll
+        for (int tile = 0; tile < kChunkTiles; ++tile)
+          MultiplyOrAdd(i + tile > 0, sum, left[i][tile][0], right.Tile(tile));
+      }
+      CommitProducts();
+      Finish(sum);
+      ForEachBatonPair(part, [&](uint32_t* at, int column, int fragment, int e) {
+        const float2 factors = *reinterpret_cast<const float2*>(ChunkFactors() + column);
+        const auto before = [&](int e, float factor) {
+          const float x = marks.starts == 0 ? after[fragment][e] : 0.0f;
+          return (x + sum[fragment][e]) * factor;
+        };
+        const float x = before(e, factors.x), y = before(e + 1, factors.y);
+        if (is_first)
+          HandOn(at, {__float_as_uint(x), __float_as_uint(y)});
+        else
+          HandOn(at, {Tagged(x, position + 1), Tagged(y, position + 1)});
+      });
     }
-    CommitProducts();
-    Finish(sum);
-    ForEachBatonPair(first_column, [&](float2& pair, int column, int fragment, int e) {
-      const float2 factors = *reinterpret_cast<const float2*>(ChunkFactors() + column);
-      const bool kept = marks.starts == 0;
-      pair = {((kept ? after[fragment][e] : 0.0f) + sum[fragment][e]) * factors.x,
-              ((kept ? after[fragment][e + 1] : 0.0f) + sum[fragment][e + 1]) * factors.y};
-      reinterpret_cast<uint32_t*>(baton.rounded)[((Channel() + 4 * e) * N + column) / 2] =
-          Bf16::Round(pair.x, pair.y);
-    });
-    if (!at_once) return;
-    __syncthreads();
-    Release();
-  }
-  // Lets the block of the chunk before know. That takes time, in which the block may do other work.
-  __device__ void Release() const {
-    if (threadIdx.x == 0) StoreReleased(baton.done, position + 1);
   }
 
   // dB and dK of this panel and half, and their terms of the decays.
@@ -1115,10 +1123,7 @@ class ChunkGradients {
       scale(std::integral_constant<Decay, Decay::kExp>());
     else
       scale(std::integral_constant<Decay, Decay::kLog>());
-    if constexpr (kRelays)
-      __syncthreads();
-    else
-      WaitForHalf();
+    WaitForHalf();
     WritePair(pair, L::kDy, call.dr, L::kDz, call.da);
   }
 
@@ -1318,27 +1323,20 @@ class ChunkGradients {
     tokens = static_cast<int>(left_tokens < kChunkTokens ? left_tokens : kChunkTokens);
   }
 
-  // Calls fn(pair, column, fragment, element) with the pairs of the baton that elements 0 and 2 of each fragment
-  // begin, and their columns.
+  // Calls fn(at, column, fragment, element) with where the elements of the baton are that elements 0 and 2 of each
+  // fragment of a part begin, and their columns.
   template <typename Fn>
-  __device__ void ForEachBatonPair(int first_column, Fn&& fn) const {
+  __device__ void ForEachBatonPair(int part, Fn&& fn) const {
 #pragma unroll
-    for (int fragment = 0; fragment < kStateFragments; ++fragment)
+    for (int fragment = 0; fragment < kPartColumns / 8; ++fragment)
 #pragma unroll
       for (int e = 0; e < 4; e += 2) {
         const int row = Channel() + 4 * e;
-        const int column = first_column + 8 * fragment + 2 * (Lane() % 4);
+        const int column = kPartColumns * part + 8 * fragment + 2 * (Lane() % 4);
         const int columns = kFilled ? N : baton.columns;
         if (kFilled || (row < baton.rows && column < columns))
-          fn(*reinterpret_cast<float2*>(baton.data + row * columns + column), column, fragment, e);
+          fn(baton.words + row * columns + column, column, fragment, e);
       }
-  }
-  // Whether the block of the chunk after this one has handed dS on, and whether thread 0 has seen that.
-  __device__ bool IsHandedOn() const { return LoadAcquired(baton.done) >= position; }
-  __device__ int* Ready() const { return reinterpret_cast<int*>(Sums() + 3 * N); }
-  __device__ void CopyGradient(int thread, int threads) const {
-    for (int i = thread; i < kStatePieces; i += threads)
-      CopyAsync(StatePieceAt(At(L::kDs), i), baton.rounded + i, true);
   }
 
   // Addresses and operands from offsets in shared memory.
@@ -1749,10 +1747,11 @@ class ChunkGradients {
   int chunk, marks_index;  // of this chunk among the chunks of all rows
   int64_t first;           // the element of the first token of the chunk
   int stride, tokens;      // elements from token to token; tokens of the chunk
-  // Of a relay: dS, how many chunks come after this one, and whether the copy of dS has started with the others.
+  // Of a relay: dS, how many chunks come after this one, whether none comes before it, and whether this warp has
+  // taken dS.
   Baton baton;
   uint32_t position;
-  bool ready;
+  bool is_first, taken;
   // Unless kFilled, `first` and `stride` count heads.
   Frames frames = Frames::kChunk;
 };
@@ -1772,9 +1771,10 @@ __global__ __launch_bounds__(4 * N, N == 64 && kTermsOf<T> == 1 ? 2 : 1) void Gr
   if constexpr (kFramed) state_gradients = after.gradients, steep = after.steep;
   typename Gradients::StatePieces state;
   gradients.LoadChunk(state_gradients, state);
+  if constexpr (!kFramed)
+    if (!gradients.HasValues()) gradients.TakeBaton();
   gradients.WaitForDecays();
   __syncthreads();
-  if constexpr (!kFramed) gradients.CopyGradient();
   typename Gradients::Decays decays;
   gradients.SumLogDecays(decays);
   gradients.WaitForScaledOperands();
@@ -1794,19 +1794,14 @@ __global__ __launch_bounds__(4 * N, N == 64 && kTermsOf<T> == 1 ? 2 : 1) void Gr
   } else {
     gradients.ValueGradients();
   }
-  typename Gradients::StateSum handed_on;
-  if constexpr (!kFramed) gradients.LoadBaton(handed_on);
   PublishOperands();
   __syncthreads();
 
-  if constexpr (!kFramed) gradients.HandOn(handed_on, after.at_once);
   DecayTerms terms;
   gradients.KeyGradients(decays, terms);
   if constexpr (Gradients::kKeyed) gradients.FetchKeys();
   gradients.QueryGradients(decays, terms);
   gradients.DecayGradient(terms);
-  if constexpr (!kFramed)
-    if (!after.at_once) gradients.Release();
   if constexpr (Gradients::kKeyed) gradients.KeysGradients();
 }
 

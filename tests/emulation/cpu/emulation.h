@@ -589,8 +589,8 @@ inline void Synchronize(int number, int threads) {
 inline int Opaque(int x) { return x; }
 inline float Exp2(float x) { return x < -126.0f ? 0.0f : std::exp2(x); }
 inline float Reciprocal(float x) { return 1.0f / x; }
-inline uint32_t LoadAcquired(const uint32_t* from) { return *from; }
-inline void StoreReleased(uint32_t* to, uint32_t x) { *to = x; }
+inline uint2 LoadHandedOn(const uint32_t* from) { return {from[0], from[1]}; }
+inline void HandOn(uint32_t* to, uint2 x) { to[0] = x.x, to[1] = x.y; }
 inline void Prefetch(const void*) {}
 inline void PrefetchBytes(const void* address, uint32_t bytes) {
   if ((reinterpret_cast<uintptr_t>(address) | bytes) % 16 == 0 && bytes > 0) return;
