@@ -50,7 +50,12 @@
 // which are taken one after another from KeepStateGradients on: the main loop only adds up what each
 // panel gives (AddStateProducts), and the gradients of the tiles follow.
 //
-// Who waits for whom. All threads meet at these barriers, each a __syncthreads; there are no others.
+// A multiprocessor has one block of floats. So that more warps hide each other's latency, that has a third
+// warpgroup. It copies v, dy, S and dS, and has TokenProducts of all tiles while the others scale operands, and
+// then ValueGradients.
+//
+// Who waits for whom. All threads meet at these barriers, each a __syncthreads; there are no others. Of floats
+// the third warpgroup is not at kCopied, kStateKept and kGradientsStaged, and alone at kValuesCopied.
 //
 //   barrier           threads wait until all others have...   because next they...
 //   kCopied           copied r, k, v, dy and w                scale tiles that others copied
@@ -60,8 +65,12 @@
 //                     values, and copied that of the second   the place of the dS before it
 //   kStateCopied      copied S of the second panel            load it
 //   kOperandsTaken    finished with Rt of all tiles and S,    put dR, dK and dW in the place of
-//                     and kept dS after each tile             Rt, Kb and S; copy the next dS there
+//                     and kept dS after each tile; put dV     Rt, Kb and S; copy the next dS there;
+//                     in place (floats)                       store dV as whole rows (floats)
 //   kGradientsStaged  put gradients and sums in place         store them as whole rows
+//   kValuesCopied     copied v and dy (floats)                multiply them by each other
+//   kStateKept        kept dS after each tile, and loaded S   load dS, and put dW in the place of S
+//                     (floats)
 #include "fragment.cuh"
 #include "wkv6/decays.cuh"
 
@@ -78,7 +87,10 @@ constexpr uint32_t kMaxTokenBits = std::is_same_v<T, float> ? 0x6400 : 0x6a00;
 static_assert(kMaxTokenLog2<float> * kLogScale == 1024.0f, "0x6400 is 1024");
 static_assert(kMaxTokenLog2<__half> * kLogScale == 3072.0f, "0x6a00 is 3072");
 
-constexpr int kThreads = 256;  // two warpgroups
+constexpr int kThreads = 256;  // two warpgroups, to which floats add a third one
+constexpr int kValueThreads = 128;
+template <typename T>
+constexpr int kAllThreads = kThreads + (kTermsOf<T> > 1 ? kValueThreads : 0);
 constexpr int kTilesPerWarpgroup = kChunkTiles / 2;
 // Whether dV is computed here, or by the reverse scan.
 template <int N>
@@ -135,11 +147,30 @@ enum Barrier {
   kStateTaken,
   kPanelDone,
   kStateCopied,
+  kStateKept,
   kOperandsTaken,
-  kGradientsStaged
+  kGradientsStaged,
+  kValuesCopied
 };
 
-__device__ inline void WaitForAll(Barrier) { __syncthreads(); }
+// Warpgroups of floats come to barriers from different places.
+template <typename T>
+__device__ void WaitForAll(Barrier) {
+  if constexpr (kTermsOf<T> > 1)
+    Synchronize(1, kAllThreads<T>);
+  else
+    __syncthreads();
+}
+// The first two warpgroups.
+template <typename T>
+__device__ void WaitForTwo(Barrier barrier) {
+  if constexpr (kTermsOf<T> > 1)
+    Synchronize(2, kThreads);
+  else
+    WaitForAll<T>(barrier);
+}
+// The third warpgroup.
+__device__ inline void WaitForValues(Barrier) { Synchronize(3, kValueThreads); }
 
 // Calls fn(n, i, e) for each register n of a left operand, which has the elements (i, e) and (i, e
 // + 1) of an Accumulator<2>.
@@ -369,6 +400,11 @@ struct ChunkGradients {
   }
   __device__ float* FactorsOf(int tile) const { return Floats(L::kFactors) + tile * kFactorFloats; }
   __device__ int FirstTile() const { return warpgroup * kTilesPerWarpgroup; }
+  // Whether this warpgroup has dV.
+  __device__ bool HasValues() const { return warpgroup == (kTerms > 1 ? 2 : 0); }
+  __device__ ChunkCopier<kValueThreads> ValueCopier() const {
+    return {copier.first, copier.stride, copier.tokens, copier.absent};
+  }
   // D of the tokens that a lane has as columns of an accumulator.
   __device__ const float* DOf(int tile) const {
     return Floats(L::kD) + kTileTokens * tile + 2 * (lane % 4);
@@ -490,6 +526,7 @@ struct ChunkGradients {
     if constexpr (!kConstant) copier.Copy(shared + L::kW, static_cast<const T*>(call.w));
     copier.Copy(shared + L::kR, static_cast<const T*>(call.r));
     copier.Copy(shared + L::kKh, static_cast<const T*>(call.k));
+    if constexpr (kTerms > 1) return;
 #pragma unroll
     for (int p = 0; p < kPanels<N>; ++p) {
       const int offset = kPanels<N> == 1 ? 0 : p * kPanelCols - FirstChannel();
@@ -497,6 +534,16 @@ struct ChunkGradients {
       copier.Copy(shared + L::kDy + p * L::kPanelBytes, static_cast<const T*>(call.dy), offset);
     }
     CommitCopies();
+    CopyFirstStates();
+  }
+  // The third warpgroup of floats has these.
+  __device__ void LoadValues() const {
+    ValueCopier().Copy(shared + L::kV, static_cast<const T*>(call.v));
+    ValueCopier().Copy(shared + L::kDy, static_cast<const T*>(call.dy));
+    CommitCopies();
+    CopyFirstStates();
+  }
+  __device__ void CopyFirstStates() const {
     CopyStates(0, [&](uint32_t to, int64_t from) {
       CopyAsync(to + L::kS, static_cast<const uint4*>(call.states) + from, true);
       CopyAsync(to + L::kDs, all_ds + from, true);
@@ -508,17 +555,18 @@ struct ChunkGradients {
   // thread.
   template <typename Copy>
   __device__ void CopyStates(int panel, Copy&& copy) const {
-    constexpr int kRows = kThreads / 8;
-    const int row = threadIdx.x / 8;
-    const uint32_t to = PieceAddress(shared, row, threadIdx.x % 8);
+    constexpr int kRows = (kTerms > 1 ? kValueThreads : kThreads) / 8;
+    const int thread = kTerms > 1 ? threadIdx.x % kValueThreads : threadIdx.x;
+    const int row = thread / 8, piece = thread % 8;
+    const uint32_t to = PieceAddress(shared, row, piece);
     const int64_t from = ChunkState() + panel * kPanelCols * kStateRowPieces + FirstChannel() / 8 +
-                         threadIdx.x + row * (kStateRowPieces - 8);
+                         thread + row * (kStateRowPieces - 8);
 #pragma unroll
     for (int i = 0; i < kPanelCols / kRows; ++i)
 #pragma unroll
       for (int term = 0; term < kTerms; ++term) {
         // Of floats as ForEachPiece.
-        const int piece = threadIdx.x % 8, behind = kTerms == 1 ? 0 : piece / 2 * 2 + 2 * term;
+        const int behind = kTerms == 1 ? 0 : piece / 2 * 2 + 2 * term;
         copy(to + i * kRows * kRowBytes + term * kPanelBytes,
              from + i * kRows * kStateRowPieces + behind);
       }
@@ -547,11 +595,15 @@ struct ChunkGradients {
   // Each thread waits for the operands that it has copied. v and dy are used as they are, so they
   // have to be bfloat16.
   __device__ void WaitForOperands() const {
-    WaitForCopies<1>();
+    WaitForCopies<kTerms == 1>();
+    if constexpr (kTerms == 1) ConvertValues<kThreads>();
+  }
+  template <int kCopyThreads>
+  __device__ void ConvertValues() const {
 #pragma unroll
     for (int p = 0; p < kPanels<N>; ++p) {
-      ConvertOwnPieces<T, kThreads>(memory + L::kV + p * L::kPanelBytes);
-      ConvertOwnPieces<T, kThreads>(memory + L::kDy + p * L::kPanelBytes);
+      ConvertOwnPieces<T, kCopyThreads>(memory + L::kV + p * L::kPanelBytes);
+      ConvertOwnPieces<T, kCopyThreads>(memory + L::kDy + p * L::kPanelBytes);
     }
   }
 
@@ -674,8 +726,8 @@ struct ChunkGradients {
     }
   }
 
-  // Leaves dA and D of the tile (warpgroup 0: left is dY, right is V), or dA^T (warpgroup 1: left
-  // is V, right is dY). Needs the copied v and dy.
+  // Leaves dA and D of the tile (left is dY, right is V), or dA^T (left is V, right is dY). Needs the
+  // copied v and dy.
   __device__ void TokenProducts(int left, int right, int to) const {
     const int tile = warp;
     const RowMarks marks = MarksOf(tile);
@@ -691,7 +743,7 @@ struct ChunkGradients {
         LoadMatrices(TileAddress(shared + left + from, 16 * tile, column), x[term]);
         LoadMatrices(TileAddress(shared + right + from, 16 * tile, column), y[term]);
       }
-      // In the same order in both warpgroups: where pairs of tokens cancel, dA and dA^T have to be the same.
+      // In the same order: where pairs of tokens cancel, dA and dA^T have to be the same.
       ForProducts<kTerms>([&](int i, int j) {
         if (below)
           AddTokenProducts(da, x[i], y[j]);
@@ -744,10 +796,10 @@ struct ChunkGradients {
     }
   }
 
-  // Loads dS after the chunk: warpgroup 0 has its rows (values) as rows, warpgroup 1 its columns
-  // (keys).
+  // Loads dS after the chunk: the warpgroup that has dV has its rows (values) as rows, warpgroup 1 its
+  // columns (keys).
   __device__ void LoadStateGradient(StateOperand& x, Accumulator<8>& ds) const {
-    if (warpgroup != 0) return LoadPanelTransposed(L::kDs, x, ds);
+    if (!HasValues()) return LoadPanelTransposed(L::kDs, x, ds);
 #pragma unroll
     for (int column = 0; column < kColumnTiles; ++column)
       if constexpr (kTerms > 1) {
@@ -762,7 +814,7 @@ struct ChunkGradients {
     if constexpr (kTerms == 1) Widen(x, ds);
   }
 
-  // Warpgroup 0: stages dV = Kh dS^T + A^T dY of each tile, and moves dS on. Computes dV^T, in
+  // Stages dV = Kh dS^T + A^T dY of each tile, and moves dS on. Computes dV^T, in
   // which the values are rows.
   __device__ void ValueGradients(Accumulator<8>& ds) const {
 #pragma unroll 1
@@ -1113,8 +1165,31 @@ struct ChunkGradients {
       };
       store(L::kR, call.dr);
       store(L::kKb, call.dk);
-      if constexpr (kHasValues<N>) store(L::kDs, call.dv);
+      if constexpr (kHasValues<N> && kTerms == 1) store(L::kDs, call.dv);
       if constexpr (!kConstant) store(L::kDw, call.dw);
+    });
+  }
+
+  // All that the third warpgroup of floats does.
+  __device__ void RunValues() const {
+    StateOperand rounded;
+    Accumulator<8> ds;
+    LoadValues();
+    WaitForCopies<1>();
+    ConvertValues<kValueThreads>();
+    WaitForValues(kValuesCopied);
+    TokenProducts(L::kDy, L::kV, L::kDa);
+    TokenProducts(L::kV, L::kDy, L::kDat);
+    WaitForStates();
+    WaitForAll<T>(kScaled);
+    LoadStateGradient(rounded, ds);
+    WaitForAll<T>(kStateTaken);
+    ValueGradients(ds);
+    WaitForAll<T>(kOperandsTaken);
+    ValueCopier().template ForEachPiece<T>([&](uint32_t from, int64_t element, int row) {
+      if (row < copier.tokens)
+        *reinterpret_cast<uint4*>(static_cast<T*>(call.dv) + element) =
+            *reinterpret_cast<const uint4*>(memory + L::kDs + from);
     });
   }
 
@@ -1147,7 +1222,7 @@ struct ChunkGradients {
 };
 
 template <typename T, int N, bool kConstant, bool kMarked>
-__global__ __launch_bounds__(kThreads, 2 / kTermsOf<T>) void GradientKernel(
+__global__ __launch_bounds__(kAllThreads<T>, 2 / kTermsOf<T>) void GradientKernel(
     const __grid_constant__ Wkv6BackwardCall call, uint4* gradients, bool keeps_last_ds_there) {
   using L = GradientLayout<T, N>;
   RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
@@ -1163,34 +1238,39 @@ __global__ __launch_bounds__(kThreads, 2 / kTermsOf<T>) void GradientKernel(
                                                         memory, sequence, own_head, span,
                                                         chunk - span.first_chunk);
 
+  constexpr bool kThree = kTermsOf<T> > 1;
+  if constexpr (kThree)
+    if (phases.warpgroup == 2) return phases.RunValues();
   phases.LoadOperands();
   phases.LoadParameters();
   phases.WaitForOperands();
-  WaitForAll(kCopied);
+  WaitForTwo<T>(kCopied);
   phases.ScaleOperands();
-  if (phases.warpgroup == 0)
-    phases.TokenProducts(L::kDy, L::kV, L::kDa);
-  else
-    phases.TokenProducts(L::kV, L::kDy, L::kDat);
+  if constexpr (!kThree) {
+    if (phases.warpgroup == 0)
+      phases.TokenProducts(L::kDy, L::kV, L::kDa);
+    else
+      phases.TokenProducts(L::kV, L::kDy, L::kDat);
+  }
   phases.WaitForStates();
-  WaitForAll(kScaled);
+  WaitForAll<T>(kScaled);
 
   StateOperand<T> rounded;
   Accumulator<8> state;  // first dS, then S
   ParameterSums parameters;
   const int first_tile = phases.FirstTile();
   if constexpr (kHasValues<N>) {
-    phases.LoadStateGradient(rounded, state);
-    WaitForAll(kStateTaken);
-    if (phases.warpgroup == 0)
-      phases.ValueGradients(state);
-    else
+    if (!kThree || phases.warpgroup == 1) phases.LoadStateGradient(rounded, state);
+    WaitForAll<T>(kStateTaken);
+    if (phases.warpgroup == 1)
       phases.KeepStateGradients(0, rounded, state);
+    else if constexpr (!kThree)
+      phases.ValueGradients(state);
 
     phases.LoadState(0, rounded, state);
 #pragma unroll 1
     for (int tile = 0; tile < first_tile; ++tile) phases.AdvanceState(0, tile, state);
-    WaitForAll(kOperandsTaken);
+    WaitForTwo<T>(kThree ? kStateKept : kOperandsTaken);
 
 #pragma unroll 1
     for (int own = 0; own < kTilesPerWarpgroup; ++own) {
@@ -1204,6 +1284,7 @@ __global__ __launch_bounds__(kThreads, 2 / kTermsOf<T>) void GradientKernel(
       else
         phases.template StateProducts<true>(tile, far, factors, state, gradients);
       if (own + 1 < kTilesPerWarpgroup) phases.AdvanceState(0, tile, state);
+      if (kThree && own == 0) WaitForAll<T>(kOperandsTaken);
       phases.FinishTile(tile, far, factors, gradients, parameters);
     }
   } else {
@@ -1212,7 +1293,7 @@ __global__ __launch_bounds__(kThreads, 2 / kTermsOf<T>) void GradientKernel(
     for (int panel = 0; panel < kPanels<N>; ++panel) {
       if (panel > 0) {
         phases.WaitForStates();
-        WaitForAll(kPanelDone);
+        WaitForAll<T>(kPanelDone);
         phases.LoadNextState(panel);
       }
       if (phases.warpgroup == 1) {
@@ -1221,12 +1302,12 @@ __global__ __launch_bounds__(kThreads, 2 / kTermsOf<T>) void GradientKernel(
       }
       if (panel > 0) {
         phases.WaitForStates();
-        WaitForAll(kStateCopied);
+        WaitForAll<T>(kStateCopied);
       }
       phases.LoadState(panel, rounded, state);
 #pragma unroll 1
       for (int tile = 0; tile < first_tile; ++tile) phases.AdvanceState(panel, tile, state);
-      WaitForAll(kOperandsTaken);
+      WaitForAll<T>(kOperandsTaken);
       if (panel + 1 < kPanels<N>) phases.LoadNextStateGradient(panel + 1);
 #pragma unroll
       for (int own = 0; own < kTilesPerWarpgroup; ++own) {
@@ -1251,7 +1332,7 @@ __global__ __launch_bounds__(kThreads, 2 / kTermsOf<T>) void GradientKernel(
     if (phases.IsFar(tile)) phases.AddFarTile(tile, parameters);
 
   phases.StageParameterSums(parameters);
-  WaitForAll(kGradientsStaged);
+  WaitForTwo<T>(kGradientsStaged);
   phases.StoreInputGradients();
   phases.StoreParameterGradients();
 }
@@ -1275,7 +1356,7 @@ cudaError_t Wkv6Gradients(cudaStream_t stream, const Wkv6BackwardCall& call, con
     const bool fits = device.shared_memory >= L::kBytes;
     const int64_t blocks = rows * call.dims.saved * call.dims.heads * kPanels<size()>;
     return ForMarksOf<T>(call.marks, [&](auto marked) {
-      return Launch(GradientKernel<T, size(), constant(), marked()>, blocks, kThreads,
+      return Launch(GradientKernel<T, size(), constant(), marked()>, blocks, kAllThreads<T>,
                     fits ? L::kBytes : L::kLeastBytes, stream, call, gradients, !fits);
     });
   });
