@@ -81,10 +81,10 @@ namespace {
 // cancel in dlog d are rounded, and that error would hide what passes a token that keeps so little. Of floats
 // less may be hidden. The second constant is the first one as a scaled log decay in float16.
 template <typename T>
-constexpr float kMaxTokenLog2 = std::is_same_v<T, float> ? 4.0f : 12.0f;
+constexpr float kMaxTokenLog2 = std::is_same_v<T, float> ? 3.0f : 12.0f;
 template <typename T>
-constexpr uint32_t kMaxTokenBits = std::is_same_v<T, float> ? 0x6400 : 0x6a00;
-static_assert(kMaxTokenLog2<float> * kLogScale == 1024.0f, "0x6400 is 1024");
+constexpr uint32_t kMaxTokenBits = std::is_same_v<T, float> ? 0x6200 : 0x6a00;
+static_assert(kMaxTokenLog2<float> * kLogScale == 768.0f, "0x6200 is 768");
 static_assert(kMaxTokenLog2<__half> * kLogScale == 3072.0f, "0x6a00 is 3072");
 
 constexpr int kThreads = 256;  // two warpgroups, to which floats add a third one
@@ -181,9 +181,10 @@ __device__ void ForEachPair(Fn&& fn) {
 }
 
 // Adds to each element the sum of x over the tokens, which are the columns, that come later, or
-// sooner. The sums are products of x with ones. x is split into two parts of 10 bits each, as much
+// sooner. The sums are products of x with ones. x is split into kParts of 10 bits each, as much
 // as a product sees of an operand, so that nothing is lost that counts.
-__device__ inline void AddSums(const Accumulator<2>& x, bool later, Accumulator<2>& sum) {
+template <int kParts>
+__device__ void AddSums(const Accumulator<2>& x, bool later, Accumulator<2>& sum) {
   // A left operand has the 8 columns of a half in another order: the even ones, and then the odd
   // ones.
   const int row = 2 * (Lane() % 4), col = Lane() / 4;
@@ -191,19 +192,22 @@ __device__ inline void AddSums(const Accumulator<2>& x, bool later, Accumulator<
   const float odd = (later ? row + 1 > col : row + 1 < col) ? 1.0f : 0.0f;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float high[4], low[4];
+    float parts[kParts][4];
     constexpr int kOrder[4] = {0, 2, 1, 3};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float element = x[half][kOrder[i]];
-      high[i] = __uint_as_float(__float_as_uint(element) & 0xffffe000u);
-      low[i] = element - high[i];
+      float rest = x[half][kOrder[i]];
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        parts[part][i] =
+            part + 1 < kParts ? __uint_as_float(__float_as_uint(rest) & 0xffffe000u) : rest;
+        rest -= parts[part][i];
+      }
     }
-    WarpMultiplyFloat(sum[half], high, even, odd);
-    WarpMultiplyFloat(sum[half], low, even, odd);
-    if (later == (half == 1)) {
-      WarpMultiplyFloat(sum[1 - half], high, 1.0f, 1.0f);
-      WarpMultiplyFloat(sum[1 - half], low, 1.0f, 1.0f);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      WarpMultiplyFloat(sum[half], parts[part], even, odd);
+      if (later == (half == 1)) WarpMultiplyFloat(sum[1 - half], parts[part], 1.0f, 1.0f);
     }
   }
 }
@@ -907,7 +911,7 @@ struct ChunkGradients {
     Accumulator<2> products = {};
 #pragma unroll
     for (int column = 0; column < kColumnTiles; ++column)
-      AddTokenProducts(products, before[column], after[column]);
+      AddTokenProducts<true>(products, before[column], after[column]);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float own = lane / 4 % 2 ? products[i][2 * i + 1] : products[i][2 * i];
@@ -1097,8 +1101,9 @@ struct ChunkGradients {
     };
     Accumulator<2> dw;
     ForEachElement<2>([&](int i, int e) { dw[i][e] = crossing[e / 2] - terms.kb_dkb[i][e]; });
-    AddSums(terms.net, true, dw);
-    AddSums(terms.kh_dkh, false, dw);
+    constexpr int kParts = 1 + kTerms;  // as many bits as x has
+    AddSums<kParts>(terms.net, true, dw);
+    AddSums<kParts>(terms.kh_dkh, false, dw);
     if constexpr (kConstant) {
       ForEachElement<2>([&](int i, int e) {
         if (!padding(i, e)) parameters.dw[e / 2] += dw[i][e];
