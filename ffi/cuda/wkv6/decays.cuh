@@ -65,6 +65,11 @@ __device__ float2 ValuesOf(const Two<T>& x) {
     return {Pair<T>::Low(x), Pair<T>::High(x)};
 }
 
+// Where a float of 16 tokens by 16 channels of a panel lies. As in TileAddress, a constant `column` stays one.
+__device__ inline uint32_t FloatOfTile(uint32_t panel, int tile, int column, int row, int col) {
+  return panel + tile * kTileStride + (FloatAddress(0, kPanelBytes, row, col) ^ (column << 5));
+}
+
 // 16 tokens by 16 channels of a panel, as the registers of a left operand have them; of 16-bit types they are
 // converted to bfloat16.
 template <typename T>
@@ -72,8 +77,8 @@ __device__ void LoadTile(uint32_t panel, int tile, int column, Two<T> (&x)[4]) {
   if constexpr (std::is_same_v<T, float>) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const uint32_t at = FloatAddress(panel, kPanelBytes, 16 * tile + Lane() / 4 + i % 2 * 8,
-                                       16 * column + i / 2 * 8 + 2 * (Lane() % 4));
+      const uint32_t at =
+          FloatOfTile(panel, tile, column, Lane() / 4 + i % 2 * 8, i / 2 * 8 + 2 * (Lane() % 4));
       x[i] = {__uint_as_float(LoadWord(at)), __uint_as_float(LoadWord(at + 4))};
     }
   } else {
@@ -110,8 +115,7 @@ __device__ void StoreTile(uint32_t panel, int tile, int column, const Left (&x)[
 
 // Floats of 16 tokens by 16 channels of a panel, each where it lies in an Accumulator<2> with channels as rows.
 __device__ inline uint32_t FloatByChannel(uint32_t panel, int tile, int column, int i, int e) {
-  return FloatAddress(panel, kPanelBytes, 16 * tile + 8 * i + 2 * (Lane() % 4) + e % 2,
-                      16 * column + Lane() / 4 + e / 2 * 8);
+  return FloatOfTile(panel, tile, column, 8 * i + 2 * (Lane() % 4) + e % 2, Lane() / 4 + e / 2 * 8);
 }
 __device__ inline void LoadFloats(uint32_t panel, int tile, int column, float (*x)[4]) {
   ForEachElement<2>([&](int i, int e) {
@@ -158,7 +162,8 @@ struct ChunkDecays {
       float w[2][4], pairs[4][2];
       LoadFloats(w_panel, tile, column, w);
       ForEachElement<2>([&](int i, int e) { pairs[i + e / 2 * 2][e % 2] = w[i][e]; });
-      if constexpr (kTerms > 1) LogDecays(pairs, form, kMinLog2Decay, present, log_decays);
+      if constexpr (kTerms > 1)
+        LogDecays<Decay::kExp>(pairs, form, kMinLog2Decay, present, log_decays);
       return;
     }
 #pragma unroll
