@@ -65,17 +65,21 @@ void LayOutMatrixUnits(const Rules& rules, const Problem& problem, Plan& plan) {
   const bool replays = rules.may_be_steep && states > 0;
   plan.scratch = 0;
   plan.steep = Take(replays ? 1 + states : 0, plan.scratch);
-  // A sum for each chunk.
-  plan.partials = chunks;
-  plan.adds_up = backward && (chunks > 1 || sequences);
-  plan.sums =
-      Take(plan.adds_up ? problem.rows * chunks * SumFloats(rules, problem) : 0, plan.scratch);
+  // A sum for each chunk, or for each split: where sequences have different lengths, at its first chunk.
+  plan.partials = rules.walks_backwards ? plan.splits : chunks;
+  plan.chunks_per_partial = rules.walks_backwards ? plan.split_chunks : 1;
+  plan.adds_up = backward && (plan.partials > 1 || (sequences && !rules.walks_backwards));
+  const int64_t sums = plan.adds_up ? sequences ? chunks : plan.partials : 0;
+  plan.sums = Take(problem.rows * sums * SumFloats(rules, problem), plan.scratch);
   plan.transition_floats = rules.transition_floats;
   const Splits splits{plan.splits, nullptr, plan.transition_floats, plan.split_chunks};
   const int64_t heads_with_transitions = sequences ? problem.heads : problem.AllHeads();
   plan.transitions = Take(heads_with_transitions * splits.Stride(), plan.scratch);
-  plan.gradients =
-      Take(states * StateGradientFloats(problem.dtype, rules.matrix_head_size), plan.scratch);
+  const int64_t saved = states * StateGradientFloats(problem.dtype, rules.matrix_head_size);
+  plan.gradients = Take(rules.has_relays || rules.walks_backwards ? 0 : saved, plan.scratch);
+  const Grid relays = splits.Blocks(problem.sequences, problem.heads);
+  const int64_t counts = relays.x * relays.y + (sequences ? problem.rows * chunks : 0);
+  plan.relays = Take(backward && rules.has_relays ? counts : 0, plan.scratch);
   plan.replay_heads = replays ? std::min(states, plan.replay_heads) : 0;
   plan.replay = Take(plan.replay_heads * plan.replay_floats, plan.scratch);
 }

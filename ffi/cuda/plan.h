@@ -36,8 +36,9 @@ struct Plan {
   int64_t splits = 1, split_chunks = 0;
   int64_t transition_floats = 0;  // of what a split does to a state
   // The gradient of an input that all tokens share is `partials` sums for each sequence, or, where
-  // sequences have different lengths, one for each chunk. If there are several, they are added up.
-  int64_t partials = 1;
+  // sequences have different lengths, one for every `chunks_per_partial` chunks. If there are several, they are
+  // added up.
+  int64_t partials = 1, chunks_per_partial = 1;
   bool adds_up = false;
   // The kernel that goes token by token backwards takes so many heads at a time, counted over all
   // sequences, or so many steep chunks, and needs `replay_floats` of scratch for each split of a head.
@@ -48,6 +49,7 @@ struct Plan {
   int64_t sums = 0;         // partial sums of the gradients of shared parameters
   int64_t transitions = 0;  // what splits do to a state
   int64_t gradients = 0;    // of the states at the ends of chunks
+  int64_t relays = 0;       // their counts, and the order of the chunks of sequences of different lengths
   int64_t replay = 0;
   int64_t scratch = 0;
 

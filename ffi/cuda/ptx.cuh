@@ -37,6 +37,18 @@ __device__ inline int Opaque(int x) {
   return x;
 }
 
+// Loads a number that another block has stored with StoreReleased. What that block had written before, in all threads
+// that it had synchronized, is then there.
+__device__ inline uint32_t LoadAcquired(const uint32_t* from) {
+  uint32_t x;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+  return x;
+}
+
+__device__ inline void StoreReleased(uint32_t* to, uint32_t x) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
+}
+
 __device__ inline float Exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -24,6 +24,9 @@ struct Rules {
   // Whether those kernels leave gradients of chunks that decay too far for their arithmetic to the
   // kernel that goes token by token.
   bool may_be_steep;
+  // Whether they hand the gradients of states on from chunk to chunk. If not, those at the ends of chunks lie in the
+  // scratch.
+  bool has_relays;
   // The bytes of shared memory that a block of any of those kernels needs.
   int64_t shared_memory;
   // In how many splits at most those kernels run a sequence, where there are `heads` sequences.
@@ -34,6 +37,9 @@ struct Rules {
   int64_t (*replay_floats)(int64_t head_size);
   // How many inputs are shared by all tokens of a sequence.
   int64_t shared_inputs;
+  // Whether those kernels take the chunks of a split one after another in all of the backward pass, so that no
+  // gradients of states lie in the scratch, and the gradients of shared inputs are partial sums for each split.
+  bool walks_backwards = false;
 };
 
 Rules Wkv6Rules(const Problem& problem);

@@ -83,6 +83,11 @@ struct Splits {
     if (transition && !kReverse) --work.split;
     return work;
   }
+  // The number of a split among all splits of all sequences.
+  __device__ int64_t IndexOf(int64_t sequence, const Span& span, int64_t split) const {
+    if (chunks == 0) return sequence * count + split;
+    return split == 0 ? count - 1 + sequence : Place(span) + split - 1;
+  }
   // The sequence of a block, one of `HeadsWithTransitions`, or -1 if it has none.
   __device__ int64_t SequenceWithTransitions(const Sequences& sequences, int64_t heads) const {
     const int64_t index = blockIdx.x / heads;
@@ -145,9 +150,10 @@ struct PartialSums {
 };
 
 // Adds up partial sums in a fixed order. Each of `count` sequences has `partials` of them, one after
-// another, or, if `sequences` are given, one for each of its chunks. There are at most 2 inputs.
+// another, or, if `sequences` are given, one for every `chunks` of its chunks, at the first of them. There are at
+// most 2 inputs.
 cudaError_t SumPartials(cudaStream_t stream, int64_t count, const Sequences& sequences,
                         int64_t partials, int64_t columns,
-                        std::initializer_list<PartialSums> inputs);
+                        std::initializer_list<PartialSums> inputs, int64_t chunks = 1);
 
 }  // namespace rwkv_jax::cuda

@@ -507,6 +507,67 @@ struct ChunkCopier {
   }
 };
 
+// Whether tokens have marks, in a kernel that may take them.
+template <typename T, bool kMarked>
+__device__ bool HasMarks(const Marks& marks) {
+  return kMarked && (!std::is_same_v<T, float> || marks.Given());
+}
+
+constexpr int kPanelThreads = 128;  // a warpgroup, which has 64 rows of a state
+
+// The head and the split that a thread block has. Chunks are counted in the order of the recurrence.
+template <int N, bool kReverse>
+struct SplitOfBlock {
+  int64_t sequence, heads;
+  unsigned own_head;  // of the sequence
+  Span span;          // the tokens of the sequence
+  int splits,
+      order;  // the number of splits, and the place of this one in the order of the recurrence
+  int64_t first_chunk;
+  int chunks;
+
+  __device__ SplitOfBlock(const Wkv6Call& call, const Splits& all, bool transition)
+      : SplitOfBlock(call, all,
+                     all.WorkOfBlock<kReverse>(call.sequences, call.dims.tokens, call.dims.heads,
+                                               transition)) {}
+  __device__ SplitOfBlock(const Wkv6Call& call, const Splits& all, const BlockWork& work)
+      : sequence(work.turn.sequence),
+        heads(call.dims.heads),
+        own_head(static_cast<unsigned>(blockIdx.x % call.dims.heads)),
+        span(work.turn.span),
+        splits(static_cast<int>(all.Count(span.Chunks()))),
+        order(
+            static_cast<int>(kReverse && work.split >= 0 ? splits - 1 - work.split : work.split)) {
+    const int64_t most = all.ChunksPerSplit(span.Chunks());
+    first_chunk = work.split * most;
+    const int64_t left = span.Chunks() - first_chunk;
+    chunks = static_cast<int>(left < 0 ? 0 : left < most ? left : most);
+  }
+
+  // Whether there is no split for this block.
+  __device__ bool None() const { return order < 0; }
+  __device__ bool Last() const { return order == splits - 1; }
+  // The head in [S, H].
+  __device__ int64_t Head() const { return sequence * heads + own_head; }
+  // Chunk i in the sequence.
+  __device__ int64_t Place(int i) const { return first_chunk + (kReverse ? chunks - 1 - i : i); }
+  // A panel of chunk i in arrays [B, T, H, N].
+  __device__ ChunkCopier<kPanelThreads> Chunk(int i, int panel, uint64_t absent = 0) const {
+    const int64_t token = Place(i) * kChunkTokens, left = span.tokens - token;
+    return {((span.first_token + token) * heads + own_head) * N + panel * kPanelCols,
+            static_cast<int>(heads) * N,
+            static_cast<int>(left < kChunkTokens ? left : kChunkTokens), absent};
+  }
+  // Chunk i in [B, N, H].
+  __device__ int64_t SavedState(int i) const {
+    return (span.first_chunk + Place(i)) * heads + own_head;
+  }
+  template <typename T, bool kMarked>
+  __device__ ChunkMarks MarksOf(int i, const Marks& marks) const {
+    return HasMarks<T, kMarked>(marks) ? ChunkMarks(marks, sequence, Place(i)) : ChunkMarks();
+  }
+};
+
 // Clears the rows of a left operand before row `begin` and from row `end` on.
 template <int kTerms>
 __device__ void KeepRowsBetween(int begin, int end, Left (&x)[kTerms]) {
@@ -580,12 +641,6 @@ cudaError_t ForMarksOf(const Marks& marks, Fn&& fn) {
     return fn(std::true_type());
   else
     return ForMarks(marks, fn);
-}
-
-// Whether tokens have marks, in a kernel that may take them.
-template <typename T, bool kMarked>
-__device__ bool HasMarks(const Marks& marks) {
-  return kMarked && (!std::is_same_v<T, float> || marks.Given());
 }
 
 }  // namespace rwkv_jax::cuda

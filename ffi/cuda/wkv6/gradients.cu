@@ -1,9 +1,12 @@
-// WKV6 on matrix units: the gradients of the inputs. A thread block has one head of one chunk of 64
-// tokens; of heads of 128 it has 64 of the channels (keys), since dR, dK, dlog d and du of other channels
-// are independent of theirs. dV, which is a sum over keys, then comes from the reverse scan. A block
-// starts from the state S before the chunk, which the forward pass has saved, and from
-// the gradient dS of the state after the chunk, which the reverse scan (scan.cu) has left. So all
-// chunks run side by side.
+// WKV6 on matrix units: the gradients of the inputs, from the state S before each chunk of 64 tokens,
+// which the forward pass has saved, and the gradient dS of the state after it.
+//
+// Of heads of 64 a thread block has one head, or one head of one split of a sequence, and takes its
+// chunks from the last to the first. It carries dS from chunk to chunk, in float.
+//
+// Of heads of 128 a block has 64 of the channels (keys) of one head of one chunk, since dR, dK, dlog d
+// and du of other channels are independent of theirs. dV, which is a sum over keys, and dS after the
+// chunk then come from the reverse scan (scan.cu). So all chunks run side by side.
 //
 // wkv6/decays.cuh has the recurrence, its sources, and the notation G, Rt, Kh, Kb and A of a tile
 // of 16 tokens. The official backward kernel, kernel_backward_111 and kernel_backward_222 in
@@ -35,31 +38,36 @@
 // channels.
 //
 //   phase               warpgroup 0                      warpgroup 1
-//   LoadOperands        all threads copy r, k, v, dy, w, S and dS of the chunk to shared memory
+//   LoadOperands        all threads copy r, k, v, dy, w and S of the chunk to shared memory, and dS of
+//                       heads of 128
 //   ScaleOperands       Rt, Kh, Kb and A^T: each warp has    the same for the other half of the
 //                       one tile and half the channels       channels
 //   TokenProducts       dA and D: a tile for each warp       dA^T: a tile for each warp
-//   ValueGradients      dV of all tiles, from dS             -
+//   ShareCarried        dS after the chunk, rounded          -
+//   ValueGradients      dV of all tiles, from dS, and dS     -
+//                       before the chunk
 //   KeepStateGradients  -                                    dS after each tile, for both groups
 //   AdvanceState        -                                    S before tile 2
 //   main loop           dR, dK, dW and du of tiles 0, 1      dR, dK, dW and du of tiles 2, 3
 //   AddFarTile          what far tiles lack, tiles 0, 1      what far tiles lack, tiles 2, 3
 //   epilogue            all threads store the gradients to global memory
 //
-// Of heads of 128 there is no A and no ValueGradients. The states have 128 values, in two panels of 64,
-// which are taken one after another from KeepStateGradients on: the main loop only adds up what each
-// panel gives (AddStateProducts), and the gradients of the tiles follow.
+// Of heads of 128 there is no A, no ShareCarried and no ValueGradients. The states have 128 values, in two
+// panels of 64, which are taken one after another from KeepStateGradients on: the main loop only adds up
+// what each panel gives (AddStateProducts), and the gradients of the tiles follow.
 //
 // A multiprocessor has one block of floats. So that more warps hide each other's latency, that has a third
-// warpgroup. It copies v, dy, S and dS, and has TokenProducts of all tiles while the others scale operands, and
-// then ValueGradients.
+// warpgroup. It copies v and dy, and has TokenProducts of all tiles while the others scale operands, and then
+// ValueGradients. It carries dS in its registers, and shares it with warpgroup 1 as floats.
 //
-// Who waits for whom. All threads meet at these barriers, each a __syncthreads; there are no others. Of floats
-// the third warpgroup is not at kCopied, kStateKept and kGradientsStaged, and alone at kValuesCopied.
+// Who waits for whom. All threads meet at these barriers; there are no others. Of floats the third warpgroup is
+// not at kCopied and kStateKept, and alone at kValuesCopied.
 //
 //   barrier           threads wait until all others have...   because next they...
-//   kCopied           copied r, k, v, dy and w                scale tiles that others copied
-//   kScaled           scaled tiles, and copied S and dS       multiply the scaled operands
+//   kCopied           copied r, k, v, dy and w, and stored    scale tiles that others copied; put dS in
+//                     the gradients of the last chunk         the place of dV (warpgroup 0)
+//   kScaled           scaled tiles, and copied S and put      multiply the scaled operands; load dS
+//                     dS in place
 //   kStateTaken       loaded dS into registers (heads of 64)  put dV in its place (warpgroup 0)
 //   kPanelDone        finished with dS of the first panel of  load dS of the second one; copy its S to
 //                     values, and copied that of the second   the place of the dS before it
@@ -67,7 +75,8 @@
 //   kOperandsTaken    finished with Rt of all tiles and S,    put dR, dK and dW in the place of
 //                     and kept dS after each tile; put dV     Rt, Kb and S; copy the next dS there;
 //                     in place (floats)                       store dV as whole rows (floats)
-//   kGradientsStaged  put gradients and sums in place         store them as whole rows
+//   kGradientsStaged  put gradients and sums in place, and    store them as whole rows, and copy the
+//                     finished with the chunk                 chunk before it
 //   kValuesCopied     copied v and dy (floats)                multiply them by each other
 //   kStateKept        kept dS after each tile, and loaded S   load dS, and put dW in the place of S
 //                     (floats)
@@ -96,6 +105,14 @@ constexpr int kTilesPerWarpgroup = kChunkTiles / 2;
 template <int N>
 constexpr bool kHasValues = kPanels<N> == 1;
 static_assert(kWordTokens == kTileTokens, "a word of marks says all about a tile");
+// The pieces of 16 bytes in which a thread keeps its part of a state of 64 x 64 floats.
+constexpr int kKeptPieces = 8;
+// The blocks for which a multiprocessor has shared memory. A single one may have more registers.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
+constexpr int kBlocksPerMultiprocessor = 2;
+#else
+constexpr int kBlocksPerMultiprocessor = 1;
+#endif
 
 // In 32 bits, since divisions of 64 bits would cost more than all copies.
 __device__ inline unsigned HeadsOf(const Wkv6Call& call) {
@@ -133,14 +150,15 @@ struct GradientLayout {
   // after the last tile is the panel of dS, unless dv takes its place.
   static constexpr int kDsAfter = kSums + 4 * kPanelCols * 4;
   static constexpr int kBytes = kDsAfter + (kChunkTiles - !kHasValues<N>)*kPanelBytes;
-  // Where a block cannot have so much, dS after the last tile goes to global memory.
+  // Where a block cannot have so much, dS after the last tile goes to local memory.
   static constexpr int kLeastBytes =
       kHasValues<N> && kTermsOf<T> == 1 ? kBytes - kPanelBytes : kBytes;
 };
 static_assert(GradientLayout<__half, 64>::kLeastBytes <= kLeastSharedMemory);
 
-// The barriers of the kernel in the order in which threads pass them; the table above says who
-// waits for what. All are the barrier of __syncthreads: the name is for the reader.
+// The barriers of the kernels in the order in which threads pass them; the table above says who
+// waits for what. All are barrier 0, at which the warpgroups wait in different places: the name is for
+// the reader.
 enum Barrier {
   kCopied,
   kScaled,
@@ -153,24 +171,17 @@ enum Barrier {
   kValuesCopied
 };
 
-// Warpgroups of floats come to barriers from different places.
 template <typename T>
 __device__ void WaitForAll(Barrier) {
-  if constexpr (kTermsOf<T> > 1)
-    Synchronize(1, kAllThreads<T>);
-  else
-    __syncthreads();
+  Synchronize(0, kAllThreads<T>);
 }
 // The first two warpgroups.
 template <typename T>
-__device__ void WaitForTwo(Barrier barrier) {
-  if constexpr (kTermsOf<T> > 1)
-    Synchronize(2, kThreads);
-  else
-    WaitForAll<T>(barrier);
+__device__ void WaitForTwo(Barrier) {
+  Synchronize(kTermsOf<T> > 1 ? 1 : 0, kThreads);
 }
 // The third warpgroup.
-__device__ inline void WaitForValues(Barrier) { Synchronize(3, kValueThreads); }
+__device__ inline void WaitForValues(Barrier) { Synchronize(2, kValueThreads); }
 
 // Calls fn(n, i, e) for each register n of a left operand, which has the elements (i, e) and (i, e
 // + 1) of an Accumulator<2>.
@@ -338,24 +349,28 @@ struct ChunkGradients {
   using StateOperand = cuda::StateOperand<T>;
 
   const Wkv6BackwardCall& call;
-  uint4* const all_ds;  // dS after each chunk, in global memory
+  // Of heads of 128, dS after each chunk in global memory; of 64, kKeptPieces of the local memory of
+  // this thread, where dS after the last tile is, too, if there is too little shared memory.
+  uint4* const ds_memory;
   const bool keeps_last_ds_there;
   unsigned char* const memory;
   const uint32_t shared;  // the address of `memory`
-  const int warp, warpgroup, lane;
+  const int warp, warpgroup;
+  int lane;
   const int64_t head;  // in [S, H]
-  const ChunkCopier<kThreads> copier;
-  const uint32_t* const marks;  // a word for each tile, in global memory
+  unsigned saved;      // of heads of 64, the chunk in [B, N, H]
+  ChunkCopier<kThreads> copier;
+  const uint32_t* marks;  // a word for each tile, in global memory
   const ChunkDecays<T, kConstant> decays;
   const int
       channel;  // the first channel of a lane in products with channels as rows; + 8 is the second
 
   // `index` counts the chunks of the sequence, which starts at `span`.
-  __device__ ChunkGradients(const Wkv6BackwardCall& call, uint4* all_ds, bool keeps_last_ds_there,
-                            unsigned char* memory, int sequence, unsigned own_head,
-                            const Span& span, int64_t index)
+  __device__ ChunkGradients(const Wkv6BackwardCall& call, uint4* ds_memory,
+                            bool keeps_last_ds_there, unsigned char* memory, int sequence,
+                            unsigned own_head, const Span& span, int64_t index)
       : call(call),
-        all_ds(all_ds),
+        ds_memory(ds_memory),
         keeps_last_ds_there(keeps_last_ds_there),
         memory(memory),
         shared(SharedAddress(memory)),
@@ -363,6 +378,7 @@ struct ChunkGradients {
         warpgroup(Warp() / 4),
         lane(Lane()),
         head(static_cast<int64_t>(sequence) * HeadsOf(call) + own_head),
+        saved(static_cast<unsigned>(span.first_chunk + index) * HeadsOf(call) + own_head),
         copier(CopierOf(call, sequence, own_head, span, index)),
         marks(kMarked ? call.marks.words + sequence * call.marks.per_row + index * kChunkTiles
                       : nullptr),
@@ -381,6 +397,19 @@ struct ChunkGradients {
             .absent};
   }
 
+  // Goes on to the chunk before this one. Opaque, or else what follows from the lane would be computed once
+  // for all chunks, and there are no registers to keep it.
+  __device__ void GoBack() {
+    lane = Opaque(lane);
+    saved -= HeadsOf(call);
+    copier.first -= static_cast<int64_t>(kChunkTokens) * copier.stride;
+    copier.tokens = kChunkTokens;
+    if (HasMarks<T, kMarked>(call.marks)) {
+      marks -= kChunkTiles;
+      copier.absent = ChunkMarks(*reinterpret_cast<const uint4*>(marks)).absent;
+    }
+  }
+
   // --- Where things are.
 
   // The first of the 64 channels (keys) of the head that this block has.
@@ -388,11 +417,10 @@ struct ChunkGradients {
     return kPanels<N> == 1 ? 0 : static_cast<int>(blockIdx.x % kPanels<N>) * kPanelCols;
   }
   static constexpr int kStateRowPieces = kTerms * N / 8;
-  // The state of the chunk, in pieces of 16 bytes. Not a member: there is no register for it.
+  // The state of the chunk, in pieces of 16 bytes.
   __device__ int64_t ChunkState() const {
-    return blockIdx.x / kPanels<N> * int64_t{N * kStateRowPieces};
+    return (kHasValues<N> ? saved : blockIdx.x / kPanels<N>)*int64_t{N * kStateRowPieces};
   }
-  __device__ uint4* ChunkDs() const { return all_ds + ChunkState(); }
   __device__ float* Floats(int at) const { return reinterpret_cast<float*>(memory + at); }
   // The rows of a panel that are the tokens of a tile.
   __device__ uint32_t Rows(int panel, int tile) const {
@@ -404,8 +432,6 @@ struct ChunkGradients {
   }
   __device__ float* FactorsOf(int tile) const { return Floats(L::kFactors) + tile * kFactorFloats; }
   __device__ int FirstTile() const { return warpgroup * kTilesPerWarpgroup; }
-  // Whether this warpgroup has dV.
-  __device__ bool HasValues() const { return warpgroup == (kTerms > 1 ? 2 : 0); }
   __device__ ChunkCopier<kValueThreads> ValueCopier() const {
     return {copier.first, copier.stride, copier.tokens, copier.absent};
   }
@@ -425,10 +451,11 @@ struct ChunkGradients {
     return RowMarks(HasMarks<T, kMarked>(call.marks) ? marks[tile] : 0u,
                     copier.tokens - kTileTokens * tile);
   }
+  // Opaque for the same reason as in GoBack: far tiles alone need rows of the stride.
   __device__ RawTile<T> RawTileOf(int tile) const {
     const int64_t first = copier.first + static_cast<int64_t>(kTileTokens * tile) * copier.stride;
     return {static_cast<const T*>(call.r) + first, static_cast<const T*>(call.k) + first,
-            copier.stride, MarksOf(tile)};
+            Opaque(copier.stride), MarksOf(tile)};
   }
   // exp(G_L) of the two channels of a lane.
   __device__ void LoadRowFactors(int tile, float (&factors)[2]) const {
@@ -442,30 +469,33 @@ struct ChunkGradients {
 #pragma unroll
       for (Left& term : tokens) KeepTokens(0, marks.FirstCleared(), term);
   }
-  // Calls fn(at) with the place of dS after a tile, as this thread and the thread of the other
-  // warpgroup at the same place have it: shared memory or, of the last tile, perhaps global memory.
+  // Local memory that the compiler cannot put into registers.
+  __device__ uint4* Kept() const { return ds_memory + Opaque(0); }
+  // Calls fn(at, stride) with the place of dS after a tile, as this thread and the thread of the other
+  // warpgroup at the same place have it: shared memory or, of the last tile, which warpgroup 1 alone
+  // needs, perhaps local memory.
   template <typename Fn>
   __device__ void WithStateGradientAfter(int tile, Fn&& fn) const {
-    const int place = threadIdx.x % 128;
     if (kHasValues<N> && tile == kChunkTiles - 1 && keeps_last_ds_there)
-      fn(ChunkDs() + place);
+      fn(Kept(), 1);
     else
-      fn(reinterpret_cast<uint4*>(memory + L::kDsAfter + tile * L::kPanelBytes) + place);
+      fn(reinterpret_cast<uint4*>(memory + L::kDsAfter + tile * L::kPanelBytes) + threadIdx.x % 128,
+         128);
   }
   __device__ void KeepStateGradient(int tile, const StateOperand& x) const {
-    WithStateGradientAfter(tile, [&](uint4* at) {
+    WithStateGradientAfter(tile, [&](uint4* at, int stride) {
 #pragma unroll
       for (int i = 0; i < kColumnTiles * kTerms; ++i) {
         const Left& four = x[i / kTerms][i % kTerms];
-        at[128 * i] = {four[0], four[1], four[2], four[3]};
+        at[stride * i] = {four[0], four[1], four[2], four[3]};
       }
     });
   }
   __device__ void RecallStateGradient(int tile, StateOperand& x) const {
-    WithStateGradientAfter(tile, [&](const uint4* at) {
+    WithStateGradientAfter(tile, [&](const uint4* at, int stride) {
 #pragma unroll
       for (int i = 0; i < kColumnTiles * kTerms; ++i) {
-        const uint4 four = at[128 * i];
+        const uint4 four = at[stride * i];
         Left& to = x[i / kTerms][i % kTerms];
         to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
       }
@@ -524,34 +554,48 @@ struct ChunkGradients {
 
   // --- Prologue.
 
-  // All threads start to copy the operands of the chunk, and then S and dS, in two groups of
-  // copies.
+  // All threads start to copy the operands of the chunk, and then S, and dS of heads of 128, in two
+  // groups of copies.
   __device__ void LoadOperands() const {
     if constexpr (!kConstant) copier.Copy(shared + L::kW, static_cast<const T*>(call.w));
     copier.Copy(shared + L::kR, static_cast<const T*>(call.r));
     copier.Copy(shared + L::kKh, static_cast<const T*>(call.k));
-    if constexpr (kTerms > 1) return;
 #pragma unroll
-    for (int p = 0; p < kPanels<N>; ++p) {
+    for (int p = 0; p < (kTerms > 1 ? 0 : kPanels<N>); ++p) {
       const int offset = kPanels<N> == 1 ? 0 : p * kPanelCols - FirstChannel();
       copier.Copy(shared + L::kV + p * L::kPanelBytes, static_cast<const T*>(call.v), offset);
       copier.Copy(shared + L::kDy + p * L::kPanelBytes, static_cast<const T*>(call.dy), offset);
     }
     CommitCopies();
-    CopyFirstStates();
+    CopyStates(0, [&](uint32_t to, int64_t from) {
+      CopyAsync(to + L::kS, static_cast<const uint4*>(call.states) + from, true);
+      if constexpr (!kHasValues<N>) CopyAsync(to + L::kDs, ds_memory + from, true);
+    });
   }
-  // The third warpgroup of floats has these.
+
+  // The third warpgroup of floats copies v and dy.
   __device__ void LoadValues() const {
     ValueCopier().Copy(shared + L::kV, static_cast<const T*>(call.v));
     ValueCopier().Copy(shared + L::kDy, static_cast<const T*>(call.dy));
     CommitCopies();
-    CopyFirstStates();
   }
-  __device__ void CopyFirstStates() const {
-    CopyStates(0, [&](uint32_t to, int64_t from) {
-      CopyAsync(to + L::kS, static_cast<const uint4*>(call.states) + from, true);
-      CopyAsync(to + L::kDs, all_ds + from, true);
-    });
+
+  // Lets L2 fetch what will be copied of the chunk before this one: a thread has 32 bytes of each array, or of
+  // floats 64.
+  __device__ void FetchChunkBefore() const {
+    static_assert(kThreads * 32 == kPanelBytes && kHasValues<N>);
+    const int row = threadIdx.x / 4 - kChunkTokens, col = threadIdx.x % 4 * 16;
+    const int64_t at = copier.first + static_cast<int64_t>(row) * copier.stride + col;
+    const uint4* const states = static_cast<const uint4*>(call.states) + ChunkState() -
+                                HeadsOf(call) * int64_t{N * kStateRowPieces};
+#pragma unroll
+    for (int term = 0; term < kTerms; ++term) {
+      const int64_t own = at + 16 / kTerms * term;
+      for (const void* const array : {call.r, call.k, call.v, call.dy})
+        Prefetch(static_cast<const T*>(array) + own);
+      if constexpr (!kConstant) Prefetch(static_cast<const T*>(call.w) + own);
+      Prefetch(states + 2 * (kTerms * threadIdx.x + term));
+    }
   }
 
   // Starts to copy the rows of the states of a panel of values, and the columns of this block, as a group
@@ -559,12 +603,11 @@ struct ChunkGradients {
   // thread.
   template <typename Copy>
   __device__ void CopyStates(int panel, Copy&& copy) const {
-    constexpr int kRows = (kTerms > 1 ? kValueThreads : kThreads) / 8;
-    const int thread = kTerms > 1 ? threadIdx.x % kValueThreads : threadIdx.x;
-    const int row = thread / 8, piece = thread % 8;
+    constexpr int kRows = kThreads / 8;
+    const int row = threadIdx.x / 8, piece = threadIdx.x % 8;
     const uint32_t to = PieceAddress(shared, row, piece);
     const int64_t from = ChunkState() + panel * kPanelCols * kStateRowPieces + FirstChannel() / 8 +
-                         thread + row * (kStateRowPieces - 8);
+                         threadIdx.x + row * (kStateRowPieces - 8);
 #pragma unroll
     for (int i = 0; i < kPanelCols / kRows; ++i)
 #pragma unroll
@@ -580,7 +623,7 @@ struct ChunkGradients {
   // Start to copy dS, and then S, of the next panel of values, each to where the other was.
   __device__ void LoadNextStateGradient(int panel) const {
     CopyStates(panel, [&](uint32_t to, int64_t from) {
-      CopyAsync(to + GradientPanel(panel), all_ds + from, true);
+      CopyAsync(to + GradientPanel(panel), ds_memory + from, true);
     });
   }
   __device__ void LoadNextState(int panel) const {
@@ -589,17 +632,21 @@ struct ChunkGradients {
     });
   }
 
-  // One thread for each channel brings u, and the decay if all tokens have the same.
+  // One thread for each channel brings u, and the decay if all tokens have the same, and clears the sums
+  // over tokens.
   __device__ void LoadParameters() const {
     const int64_t first = head * N + FirstChannel();
     if constexpr (kConstant) LoadConstantDecays<kPanelCols>(call, first, Floats(L::kConstant));
-    if (threadIdx.x < kPanelCols) Floats(L::kU)[threadIdx.x] = call.u[first + threadIdx.x];
+    if (threadIdx.x >= kPanelCols) return;
+    Floats(L::kU)[threadIdx.x] = call.u[first + threadIdx.x];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) Floats(L::kSums)[i * kPanelCols + threadIdx.x] = 0.0f;
   }
 
   // Each thread waits for the operands that it has copied. v and dy are used as they are, so they
   // have to be bfloat16.
   __device__ void WaitForOperands() const {
-    WaitForCopies<kTerms == 1>();
+    WaitForCopies<1>();
     if constexpr (kTerms == 1) ConvertValues<kThreads>();
   }
   template <int kCopyThreads>
@@ -785,37 +832,62 @@ struct ChunkGradients {
   static __device__ int StatePanel(int panel) { return panel % 2 == 0 ? L::kS : L::kDs; }
   static __device__ int GradientPanel(int panel) { return panel % 2 == 0 ? L::kDs : L::kS; }
 
-  // Loads a panel of a state with its columns (keys) as rows, and the same rounded.
-  __device__ void LoadPanelTransposed(int at, StateOperand& x, Accumulator<8>& s) const {
+  // Loads a panel of a state of bfloat16 with its columns (keys) as rows.
+  __device__ void LoadPanelTransposed(int at, StateOperand& x) const {
+#pragma unroll
+    for (int column = 0; column < kColumnTiles; ++column)
+      LoadLeftTransposed(shared + at, 16 * column, warp, x[column][0]);
+  }
+  // The same, also of floats, and rounded.
+  __device__ void LoadStatePanel(int at, StateOperand& x, Accumulator<8>& s) const {
     if constexpr (kTerms > 1) {
 #pragma unroll
       for (int column = 0; column < kColumnTiles; ++column)
         LoadFloats(shared + at, column, warp, &s[2 * column]);
       RoundPanel(s, x);
     } else {
-#pragma unroll
-      for (int column = 0; column < kColumnTiles; ++column)
-        LoadLeftTransposed(shared + at, 16 * column, warp, x[column][0]);
+      LoadPanelTransposed(at, x);
       Widen(x, s);
     }
   }
 
-  // Loads dS after the chunk: the warpgroup that has dV has its rows (values) as rows, warpgroup 1 its
-  // columns (keys).
-  __device__ void LoadStateGradient(StateOperand& x, Accumulator<8>& ds) const {
-    if (!HasValues()) return LoadPanelTransposed(L::kDs, x, ds);
+  // Warpgroup 0 keeps dS with its rows (values) as rows from chunk to chunk, for there are no registers
+  // to carry it.
+  __device__ void KeepCarried(const Accumulator<8>& ds) const {
+    uint4* const at = Kept();
 #pragma unroll
-    for (int column = 0; column < kColumnTiles; ++column)
-      if constexpr (kTerms > 1) {
-        Two<T> two[4];
-        LoadTile<T>(shared + L::kDs, warp, column, two);
-        ForEachPair([&](int n, int i, int e) {
-          ds[2 * column + i][e] = two[n].x, ds[2 * column + i][e + 1] = two[n].y;
-        });
-      } else {
-        LoadLeft(shared + L::kDs, 16 * warp, column, x[column][0]);
-      }
-    if constexpr (kTerms == 1) Widen(x, ds);
+    for (int i = 0; i < kKeptPieces; ++i)
+      at[i] = {__float_as_uint(ds[i][0]), __float_as_uint(ds[i][1]), __float_as_uint(ds[i][2]),
+               __float_as_uint(ds[i][3])};
+  }
+  __device__ void RecallCarried(Accumulator<8>& ds) const {
+    const uint4* const at = Kept();
+#pragma unroll
+    for (int i = 0; i < kKeptPieces; ++i) {
+      const uint4 four = at[i];
+      ds[i][0] = __uint_as_float(four.x), ds[i][1] = __uint_as_float(four.y);
+      ds[i][2] = __uint_as_float(four.z), ds[i][3] = __uint_as_float(four.w);
+    }
+  }
+  // Leaves dS after the chunk, rounded or as floats, to warpgroup 1, which has its columns (keys) as rows.
+  __device__ void ShareCarried(const Accumulator<8>& ds) const {
+    if constexpr (kTerms > 1) {
+      ForEachElement<8>([&](int fragment, int e) {
+        const uint32_t at = FloatOfTile(shared + L::kDs, warp, fragment / 2, lane / 4 + e / 2 * 8,
+                                        fragment % 2 * 8 + 2 * (lane % 4) + e % 2);
+        StoreWord(at, __float_as_uint(ds[fragment][e]));
+      });
+    } else {
+      StateOperand x;
+      RoundPanel(ds, x);
+#pragma unroll
+      for (int column = 0; column < kColumnTiles; ++column)
+        StoreMatrices(TileAddress(shared + L::kDs, 16 * warp, column), x[column][0]);
+    }
+  }
+
+  __device__ void LoadStateGradient(int panel, StateOperand& x, Accumulator<8>& ds) const {
+    LoadStatePanel(GradientPanel(panel), x, ds);
   }
 
   // Stages dV = Kh dS^T + A^T dY of each tile, and moves dS on. Computes dV^T, in
@@ -888,7 +960,7 @@ struct ChunkGradients {
   // --- The state, from the first tile to the last. Both warpgroups have S^T, with keys as rows.
 
   __device__ void LoadState(int panel, StateOperand& x, Accumulator<8>& s) const {
-    LoadPanelTransposed(StatePanel(panel), x, s);
+    LoadStatePanel(StatePanel(panel), x, s);
   }
 
   // S <- S diag(exp(G_L)) + V^T Kh: from the state before a tile to that after it.
@@ -1000,12 +1072,10 @@ struct ChunkGradients {
     for (int column = 0; column < kColumnTiles; ++column)
       Multiply<true>(d.drt, before[column][0], KAlongRows{Rows(L::kDy + at, tile), column});
     CommitProducts();
-    if (tile == kChunkTiles - 1) {
-      Accumulator<8> unused;
-      LoadPanelTransposed(GradientPanel(panel), after, unused);
-    } else {
+    if (tile == kChunkTiles - 1)
+      LoadPanelTransposed(GradientPanel(panel), after);
+    else
       RecallStateGradient(tile, after);
-    }
     BeginProducts();
 #pragma unroll
     for (int column = 0; column < kColumnTiles; ++column)
@@ -1143,9 +1213,9 @@ struct ChunkGradients {
     }
   }
 
-  // Stages the sums of du, and of dw if all tokens have the same decay, over the tokens of each
+  // Adds to the sums of du, and of dw if all tokens have the same decay, over the tokens of each
   // warpgroup.
-  __device__ void StageParameterSums(const ParameterSums& parameters) const {
+  __device__ void AddParameterSums(const ParameterSums& parameters) const {
     float* const sums = Floats(L::kSums);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -1154,7 +1224,7 @@ struct ChunkGradients {
       for (int which = 0; which < (kConstant ? 2 : 1); ++which) {
         x[which] += __shfl_xor_sync(~0u, x[which], 1);
         x[which] += __shfl_xor_sync(~0u, x[which], 2);
-        if (lane % 4 == 0) sums[(2 * warpgroup + which) * kPanelCols + channel + 8 * i] = x[which];
+        if (lane % 4 == 0) sums[(2 * warpgroup + which) * kPanelCols + channel + 8 * i] += x[which];
       }
     }
   }
@@ -1175,22 +1245,8 @@ struct ChunkGradients {
     });
   }
 
-  // All that the third warpgroup of floats does.
-  __device__ void RunValues() const {
-    StateOperand rounded;
-    Accumulator<8> ds;
-    LoadValues();
-    WaitForCopies<1>();
-    ConvertValues<kValueThreads>();
-    WaitForValues(kValuesCopied);
-    TokenProducts(L::kDy, L::kV, L::kDa);
-    TokenProducts(L::kV, L::kDy, L::kDat);
-    WaitForStates();
-    WaitForAll<T>(kScaled);
-    LoadStateGradient(rounded, ds);
-    WaitForAll<T>(kStateTaken);
-    ValueGradients(ds);
-    WaitForAll<T>(kOperandsTaken);
+  // The third warpgroup of floats stores dV.
+  __device__ void StoreValueGradients() const {
     ValueCopier().template ForEachPiece<T>([&](uint32_t from, int64_t element, int row) {
       if (row < copier.tokens)
         *reinterpret_cast<uint4*>(static_cast<T*>(call.dv) + element) =
@@ -1211,11 +1267,11 @@ struct ChunkGradients {
     DecayGradients(tile, gradients.crossing, sums, terms, parameters);
   }
 
-  // Stores one partial sum for each chunk, [B, N, H, K].
-  __device__ void StoreParameterGradients() const {
+  // Stores a partial sum as number `index` of those of 64 channels.
+  __device__ void StoreParameterGradients(int64_t index) const {
     if (threadIdx.x >= kPanelCols) return;
     const float* const sums = Floats(L::kSums);
-    const int64_t to = static_cast<int64_t>(blockIdx.x) * kPanelCols + threadIdx.x;
+    const int64_t to = index * kPanelCols + threadIdx.x;
     call.du[to] = sums[threadIdx.x] + sums[2 * kPanelCols + threadIdx.x];
     if constexpr (kConstant) {
       const float slope =
@@ -1226,9 +1282,188 @@ struct ChunkGradients {
   }
 };
 
+// From the gradients of near tiles to the stored gradients of the inputs.
 template <typename T, int N, bool kConstant, bool kMarked>
-__global__ __launch_bounds__(kAllThreads<T>, 2 / kTermsOf<T>) void GradientKernel(
-    const __grid_constant__ Wkv6BackwardCall call, uint4* gradients, bool keeps_last_ds_there) {
+__device__ void FinishChunk(const ChunkGradients<T, N, kConstant, kMarked>& phases,
+                            ParameterSums& parameters) {
+  const int first_tile = phases.FirstTile();
+#pragma unroll 1
+  for (int tile = first_tile; tile < first_tile + kTilesPerWarpgroup; ++tile)
+    if (phases.IsFar(tile)) phases.AddFarTile(tile, parameters);
+
+  phases.AddParameterSums(parameters);
+  WaitForAll<T>(kGradientsStaged);
+  phases.StoreInputGradients();
+}
+
+// Heads of 64: the gradients of a chunk whose operands are on their way, and dS before it.
+template <typename T, bool kConstant, bool kMarked>
+__device__ __forceinline__ void GoThroughChunk(
+    const ChunkGradients<T, 64, kConstant, kMarked>& phases, bool more) {
+  using L = GradientLayout<T, 64>;
+  constexpr bool kThree = kTermsOf<T> > 1;
+  phases.WaitForOperands();
+  WaitForTwo<T>(kCopied);
+  if (more) phases.FetchChunkBefore();
+  phases.ScaleOperands();
+  StateOperand<T> rounded;
+  if constexpr (kThree) {
+    phases.WaitForStates();
+    WaitForAll<T>(kScaled);
+    Accumulator<8> ds;
+    if (phases.warpgroup == 1) phases.LoadStateGradient(0, rounded, ds);
+    WaitForAll<T>(kStateTaken);
+    if (phases.warpgroup == 1) phases.KeepStateGradients(0, rounded, ds);
+  } else if (phases.warpgroup == 0) {
+    Accumulator<8> ds;
+    phases.RecallCarried(ds);
+    phases.TokenProducts(L::kDy, L::kV, L::kDa);
+    phases.ShareCarried(ds);
+    phases.WaitForStates();
+    WaitForAll<T>(kScaled);
+    WaitForAll<T>(kStateTaken);
+    phases.ValueGradients(ds);
+    phases.KeepCarried(ds);
+  } else {
+    phases.TokenProducts(L::kV, L::kDy, L::kDat);
+    phases.WaitForStates();
+    WaitForAll<T>(kScaled);
+    Accumulator<8> ds;
+    phases.LoadPanelTransposed(L::kDs, rounded);
+    WaitForAll<T>(kStateTaken);
+    Widen(rounded, ds);
+    phases.KeepStateGradients(0, rounded, ds);
+  }
+
+  const int first_tile = phases.FirstTile();
+  Accumulator<8> state;
+  ParameterSums parameters;
+  phases.LoadState(0, rounded, state);
+#pragma unroll 1
+  for (int tile = 0; tile < first_tile; ++tile) phases.AdvanceState(0, tile, state);
+  WaitForTwo<T>(kThree ? kStateKept : kOperandsTaken);
+
+#pragma unroll 1
+  for (int own = 0; own < kTilesPerWarpgroup; ++own) {
+    const int tile = first_tile + own;
+    const bool far = phases.IsFar(tile);
+    float factors[2];
+    TileGradients gradients;
+    phases.LoadRowFactors(tile, factors);
+    if (!kThree && phases.MarksOf(tile).clears == 0)
+      phases.template StateProducts<false>(tile, far, factors, state, gradients);
+    else
+      phases.template StateProducts<true>(tile, far, factors, state, gradients);
+    if (own + 1 < kTilesPerWarpgroup) phases.AdvanceState(0, tile, state);
+    if (kThree && own == 0) WaitForAll<T>(kOperandsTaken);
+    phases.FinishTile(tile, far, factors, gradients, parameters);
+  }
+  FinishChunk(phases, parameters);
+}
+
+// dS after a split, and dS before all tokens.
+template <typename T, bool kConstant, bool kMarked>
+__device__ void LoadStart(const ChunkGradients<T, 64, kConstant, kMarked>& phases,
+                          const SplitOfBlock<64, true>& split, const Splits& splits,
+                          StateAccumulator<64>::State& ds) {
+  StateAccumulator<64>::Load(
+      split.order == 0
+          ? phases.call.dfinal_state + split.Head() * (64 * 64)
+          : splits.Transition<true>(split.Head(), split.heads, split.span, split.order - 1),
+      ds);
+}
+template <typename T, bool kConstant, bool kMarked>
+__device__ void StoreEnd(const ChunkGradients<T, 64, kConstant, kMarked>& phases,
+                         const SplitOfBlock<64, true>& split,
+                         const StateAccumulator<64>::State& ds) {
+  if (split.Last())
+    StateAccumulator<64>::Store(ds, phases.call.dinitial_state + split.Head() * (64 * 64));
+}
+
+// All that the third warpgroup of floats does.
+template <typename T, bool kConstant, bool kMarked>
+__device__ __forceinline__ void RunValues(ChunkGradients<T, 64, kConstant, kMarked>& phases,
+                                          const SplitOfBlock<64, true>& split,
+                                          const Splits& splits) {
+  using L = GradientLayout<T, 64>;
+  if (split.chunks > 0) phases.LoadValues();
+  StateAccumulator<64>::State ds;
+  LoadStart(phases, split, splits, ds);
+#pragma unroll 1
+  for (int left = split.chunks; left > 0; --left) {
+    WaitForCopies<0>();
+    phases.template ConvertValues<kValueThreads>();
+    phases.ShareCarried(ds[0]);
+    WaitForValues(kValuesCopied);
+    phases.TokenProducts(L::kDy, L::kV, L::kDa);
+    phases.TokenProducts(L::kV, L::kDy, L::kDat);
+    PublishOperands();
+    WaitForAll<T>(kScaled);
+    WaitForAll<T>(kStateTaken);
+    phases.ValueGradients(ds[0]);
+    WaitForAll<T>(kOperandsTaken);
+    phases.StoreValueGradients();
+    WaitForAll<T>(kGradientsStaged);
+    if (left == 1) break;
+    phases.GoBack();
+    phases.LoadValues();
+  }
+  StoreEnd(phases, split, ds);
+}
+
+template <typename T, bool kConstant, bool kMarked>
+__global__ __launch_bounds__(
+    kAllThreads<T>,
+    kTermsOf<T> > 1
+        ? 1
+        : kBlocksPerMultiprocessor) void SplitGradientKernel(const __grid_constant__
+                                                                 Wkv6BackwardCall call,
+                                                             const __grid_constant__ Splits splits,
+                                                             bool keeps_last_ds_there) {
+  constexpr int N = 64;
+  constexpr bool kThree = kTermsOf<T> > 1;
+  RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
+  const SplitOfBlock<N, true> split(call, splits, false);
+  if (split.None()) return;
+  uint4 kept[kKeptPieces];
+  ChunkGradients<T, N, kConstant, kMarked> phases(call, kept, keeps_last_ds_there, memory,
+                                                  static_cast<int>(split.sequence), split.own_head,
+                                                  split.span, split.Place(0));
+  if constexpr (kThree)
+    if (phases.warpgroup == 2) return RunValues(phases, split, splits);
+  if (split.chunks > 0) phases.LoadOperands();
+  phases.LoadParameters();
+  if (!kThree && phases.warpgroup == 0) {
+    StateAccumulator<N>::State start;
+    LoadStart(phases, split, splits, start);
+    phases.KeepCarried(start[0]);
+  }
+#pragma unroll 1
+  for (int left = split.chunks; left > 0; --left) {
+    GoThroughChunk(phases, left > 1);
+    if (left == 1) break;
+    phases.GoBack();
+    phases.LoadOperands();
+  }
+
+  if (!kThree && phases.warpgroup == 0 && split.Last()) {
+    StateAccumulator<N>::State end;
+    phases.RecallCarried(end[0]);
+    StoreEnd(phases, split, end);
+  }
+  // Partial sums are [S, splits, H, K] or, if sequences of different lengths are split, at the first
+  // chunk of a split in [N, H, K].
+  const int64_t sum = splits.chunks == 0 ? split.sequence * splits.count + split.order
+                                         : split.span.first_chunk + split.first_chunk;
+  if (splits.chunks == 0 || split.chunks > 0)
+    phases.StoreParameterGradients(sum * split.heads + split.own_head);
+}
+
+// Heads of 128.
+template <typename T, bool kConstant, bool kMarked>
+__global__ __launch_bounds__(kThreads, 2) void ChunkGradientKernel(
+    const __grid_constant__ Wkv6BackwardCall call, uint4* state_gradients) {
+  constexpr int N = 128;
   using L = GradientLayout<T, N>;
   RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
   // Blocks are [B, N, H, panels of keys].
@@ -1239,107 +1474,64 @@ __global__ __launch_bounds__(kAllThreads<T>, 2 / kTermsOf<T>) void GradientKerne
                            : static_cast<int>(chunk / static_cast<unsigned>(call.dims.saved));
   if (sequence < 0) return;  // no sequence has this chunk, and nothing reads its partial sums
   const Span span = call.sequences(sequence, call.dims.tokens);
-  const ChunkGradients<T, N, kConstant, kMarked> phases(call, gradients, keeps_last_ds_there,
-                                                        memory, sequence, own_head, span,
-                                                        chunk - span.first_chunk);
-
-  constexpr bool kThree = kTermsOf<T> > 1;
-  if constexpr (kThree)
-    if (phases.warpgroup == 2) return phases.RunValues();
-  phases.LoadOperands();
-  phases.LoadParameters();
-  phases.WaitForOperands();
-  WaitForTwo<T>(kCopied);
-  phases.ScaleOperands();
-  if constexpr (!kThree) {
-    if (phases.warpgroup == 0)
-      phases.TokenProducts(L::kDy, L::kV, L::kDa);
-    else
-      phases.TokenProducts(L::kV, L::kDy, L::kDat);
-  }
-  phases.WaitForStates();
-  WaitForAll<T>(kScaled);
-
+  const ChunkGradients<T, N, kConstant, kMarked> phases(
+      call, state_gradients, false, memory, sequence, own_head, span, chunk - span.first_chunk);
   StateOperand<T> rounded;
   Accumulator<8> state;  // first dS, then S
   ParameterSums parameters;
   const int first_tile = phases.FirstTile();
-  if constexpr (kHasValues<N>) {
-    if (!kThree || phases.warpgroup == 1) phases.LoadStateGradient(rounded, state);
-    WaitForAll<T>(kStateTaken);
-    if (phases.warpgroup == 1)
-      phases.KeepStateGradients(0, rounded, state);
-    else if constexpr (!kThree)
-      phases.ValueGradients(state);
+  phases.LoadOperands();
+  phases.LoadParameters();
+  phases.WaitForOperands();
+  WaitForAll<T>(kCopied);
+  phases.ScaleOperands();
+  if (phases.warpgroup == 0)
+    phases.TokenProducts(L::kDy, L::kV, L::kDa);
+  else
+    phases.TokenProducts(L::kV, L::kDy, L::kDat);
+  phases.WaitForStates();
+  WaitForAll<T>(kScaled);
 
-    phases.LoadState(0, rounded, state);
+  TileGradients gradients[kTilesPerWarpgroup] = {};
 #pragma unroll 1
-    for (int tile = 0; tile < first_tile; ++tile) phases.AdvanceState(0, tile, state);
-    WaitForTwo<T>(kThree ? kStateKept : kOperandsTaken);
-
-#pragma unroll 1
-    for (int own = 0; own < kTilesPerWarpgroup; ++own) {
-      const int tile = first_tile + own;
-      const bool far = phases.IsFar(tile);
-      float factors[2];
-      TileGradients gradients;
-      phases.LoadRowFactors(tile, factors);
-      if (kTermsOf<T> == 1 && phases.MarksOf(tile).clears == 0)
-        phases.template StateProducts<false>(tile, far, factors, state, gradients);
-      else
-        phases.template StateProducts<true>(tile, far, factors, state, gradients);
-      if (own + 1 < kTilesPerWarpgroup) phases.AdvanceState(0, tile, state);
-      if (kThree && own == 0) WaitForAll<T>(kOperandsTaken);
-      phases.FinishTile(tile, far, factors, gradients, parameters);
+  for (int panel = 0; panel < kPanels<N>; ++panel) {
+    if (panel > 0) {
+      phases.WaitForStates();
+      WaitForAll<T>(kPanelDone);
+      phases.LoadNextState(panel);
     }
-  } else {
-    TileGradients gradients[kTilesPerWarpgroup] = {};
-#pragma unroll 1
-    for (int panel = 0; panel < kPanels<N>; ++panel) {
-      if (panel > 0) {
-        phases.WaitForStates();
-        WaitForAll<T>(kPanelDone);
-        phases.LoadNextState(panel);
-      }
-      if (phases.warpgroup == 1) {
-        phases.LoadPanelTransposed(phases.GradientPanel(panel), rounded, state);
-        phases.KeepStateGradients(panel, rounded, state);
-      }
-      if (panel > 0) {
-        phases.WaitForStates();
-        WaitForAll<T>(kStateCopied);
-      }
-      phases.LoadState(panel, rounded, state);
-#pragma unroll 1
-      for (int tile = 0; tile < first_tile; ++tile) phases.AdvanceState(panel, tile, state);
-      WaitForAll<T>(kOperandsTaken);
-      if (panel + 1 < kPanels<N>) phases.LoadNextStateGradient(panel + 1);
-#pragma unroll
-      for (int own = 0; own < kTilesPerWarpgroup; ++own) {
-        float factors[2];
-        phases.LoadRowFactors(first_tile + own, factors);
-        phases.AddStateProducts(panel, first_tile + own, factors, state, gradients[own]);
-        if (own + 1 < kTilesPerWarpgroup) phases.AdvanceState(panel, first_tile + own, state);
-      }
+    if (phases.warpgroup == 1) {
+      phases.LoadStateGradient(panel, rounded, state);
+      phases.KeepStateGradients(panel, rounded, state);
     }
+    if (panel > 0) {
+      phases.WaitForStates();
+      WaitForAll<T>(kStateCopied);
+    }
+    phases.LoadState(panel, rounded, state);
+#pragma unroll 1
+    for (int tile = 0; tile < first_tile; ++tile) phases.AdvanceState(panel, tile, state);
+    WaitForAll<T>(kOperandsTaken);
+    if (panel + 1 < kPanels<N>) phases.LoadNextStateGradient(panel + 1);
 #pragma unroll
     for (int own = 0; own < kTilesPerWarpgroup; ++own) {
-      const int tile = first_tile + own;
-      const bool far = phases.IsFar(tile);
       float factors[2];
-      phases.LoadRowFactors(tile, factors);
-      phases.AddTokenGradients(tile, far, gradients[own]);
-      phases.FinishTile(tile, far, factors, gradients[own], parameters);
+      phases.LoadRowFactors(first_tile + own, factors);
+      phases.AddStateProducts(panel, first_tile + own, factors, state, gradients[own]);
+      if (own + 1 < kTilesPerWarpgroup) phases.AdvanceState(panel, first_tile + own, state);
     }
   }
-#pragma unroll 1
-  for (int tile = first_tile; tile < first_tile + kTilesPerWarpgroup; ++tile)
-    if (phases.IsFar(tile)) phases.AddFarTile(tile, parameters);
-
-  phases.StageParameterSums(parameters);
-  WaitForTwo<T>(kGradientsStaged);
-  phases.StoreInputGradients();
-  phases.StoreParameterGradients();
+#pragma unroll
+  for (int own = 0; own < kTilesPerWarpgroup; ++own) {
+    const int tile = first_tile + own;
+    const bool far = phases.IsFar(tile);
+    float factors[2];
+    phases.LoadRowFactors(tile, factors);
+    phases.AddTokenGradients(tile, far, gradients[own]);
+    phases.FinishTile(tile, far, factors, gradients[own], parameters);
+  }
+  FinishChunk(phases, parameters);
+  phases.StoreParameterGradients(blockIdx.x);
 }
 
 }  // namespace
@@ -1351,18 +1543,23 @@ int64_t Wkv6GradientSharedMemory(Dtype dtype, int64_t head_size) {
                          : GradientLayout<Half, 128>::kLeastBytes;
 }
 
-cudaError_t Wkv6Gradients(cudaStream_t stream, const Wkv6BackwardCall& call, const Device& device,
-                          uint4* gradients) {
-  if (call.dims.tokens == 0) return cudaSuccess;
-  const int64_t rows = call.sequences.Given() ? 1 : call.dims.batch;
+cudaError_t Wkv6Gradients(cudaStream_t stream, const Wkv6BackwardCall& call, const Splits& splits,
+                          const Device& device, uint4* gradients) {
   return ForKinds(call, [&](auto zero, auto size, auto constant) {
     using T = decltype(zero);
     using L = GradientLayout<T, size()>;
-    const bool fits = device.shared_memory >= L::kBytes;
-    const int64_t blocks = rows * call.dims.saved * call.dims.heads * kPanels<size()>;
     return ForMarksOf<T>(call.marks, [&](auto marked) {
-      return Launch(GradientKernel<T, size(), constant(), marked()>, blocks, kAllThreads<T>,
-                    fits ? L::kBytes : L::kLeastBytes, stream, call, gradients, !fits);
+      if constexpr (kHasValues<size()>) {
+        const bool fits = device.shared_memory >= L::kBytes;
+        return Launch(SplitGradientKernel<T, constant(), marked()>,
+                      splits.Blocks(call.dims.batch, call.dims.heads), kAllThreads<T>,
+                      fits ? L::kBytes : L::kLeastBytes, stream, call, splits, !fits);
+      } else {
+        const int64_t rows = call.sequences.Given() ? 1 : call.dims.batch;
+        const int64_t blocks = rows * call.dims.saved * call.dims.heads * kPanels<size()>;
+        return Launch(ChunkGradientKernel<T, constant(), marked()>, blocks, kThreads, L::kBytes,
+                      stream, call, gradients);
+      }
     });
   });
 }

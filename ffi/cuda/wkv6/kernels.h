@@ -54,14 +54,14 @@ int64_t Wkv6GradientSharedMemory(Dtype dtype, int64_t head_size);
 
 cudaError_t Wkv6Scan(cudaStream_t stream, const Wkv6ForwardCall& call, const Splits& splits);
 
-// Leaves the gradients of the states at the ends of chunks, [B, N, H, V, K] in the dtype of saved states, and of
-// heads of 128 dv as well.
+// Of heads of 128, dv, dinitial_state and the gradients of the states at the ends of chunks, [B, N, H, V, K] of
+// bfloat16. Of heads of 64, the gradients of the states at the ends of splits alone, as transitions.
 cudaError_t Wkv6ReverseScan(cudaStream_t stream, const Wkv6BackwardCall& call, const Splits& splits,
                             uint4* gradients);
 
-// All other gradients but dinitial_state, from what the reverse scan has left, which may be overwritten.
-// du, and the dw of WKV5, are partial sums, one for each chunk.
-cudaError_t Wkv6Gradients(cudaStream_t stream, const Wkv6BackwardCall& call, const Device& device,
-                          uint4* gradients);
+// All other gradients, from what the reverse scan has left. du, and the dw of WKV5, are partial sums, one for
+// each chunk of heads of 128, and one for each split of heads of 64.
+cudaError_t Wkv6Gradients(cudaStream_t stream, const Wkv6BackwardCall& call, const Splits& splits,
+                          const Device& device, uint4* gradients);
 
 }  // namespace rwkv_jax::cuda

@@ -10,7 +10,9 @@ cudaError_t FindGradients(cudaStream_t stream, const Wkv6BackwardCall& call, con
     return Wkv6Backward(stream, call, plan.device, plan.Replay(scratch, plan.splits));
   uint4* const gradients = reinterpret_cast<uint4*>(scratch + plan.gradients);
   const cudaError_t error = Wkv6ReverseScan(stream, call, plan.SplitsIn(scratch), gradients);
-  return error == cudaSuccess ? Wkv6Gradients(stream, call, plan.device, gradients) : error;
+  return error == cudaSuccess
+             ? Wkv6Gradients(stream, call, plan.SplitsIn(scratch), plan.device, gradients)
+             : error;
 }
 
 }  // namespace
@@ -24,7 +26,7 @@ cudaError_t Run(cudaStream_t stream, const Wkv6ForwardCall& call, const Plan& pl
 cudaError_t Run(cudaStream_t stream, const Wkv6BackwardCall& call, const Plan& plan,
                 float* scratch) {
   if (!plan.adds_up) return FindGradients(stream, call, plan, scratch);
-  // Sequences of different lengths have one partial sum for each chunk on matrix units.
+  // On matrix units the partial sums of sequences of different lengths are counted by chunks.
   const Sequences by_chunk = plan.matrix_units ? call.sequences : Sequences{};
   const int64_t columns = call.dims.heads * call.dims.head_size;
   const int64_t count = by_chunk.Given() ? call.dims.saved : call.dims.batch * plan.partials;
@@ -35,9 +37,11 @@ cudaError_t Run(cudaStream_t stream, const Wkv6BackwardCall& call, const Plan& p
   if (error != cudaSuccess) return error;
   const PartialSums u = {partial.du, call.du};
   if (!call.constant_decay)
-    return SumPartials(stream, call.dims.batch, by_chunk, plan.partials, columns, {u});
+    return SumPartials(stream, call.dims.batch, by_chunk, plan.partials, columns, {u},
+                       plan.chunks_per_partial);
   const PartialSums w = {static_cast<float*>(partial.dw), static_cast<float*>(call.dw)};
-  return SumPartials(stream, call.dims.batch, by_chunk, plan.partials, columns, {u, w});
+  return SumPartials(stream, call.dims.batch, by_chunk, plan.partials, columns, {u, w},
+                     plan.chunks_per_partial);
 }
 
 }  // namespace rwkv_jax::cuda

@@ -21,13 +21,15 @@ Rules Wkv6Rules(const Problem& problem) {
   return {size == problem.value_size && (size == 64 || size == 128) ? size : 0,
           size == 64,
           false,  // no decay is too fast for these kernels
+          false,
           problem.pass == Pass::kBackward
               ? std::max(scan, Wkv6GradientSharedMemory(problem.dtype, size))
               : scan,
           MostSplits,
           Wkv6TransitionSize(size),
           Wkv6ScratchSize,
-          problem.op == Op::kWkv5 ? 2 : 1};
+          problem.op == Op::kWkv5 ? 2 : 1,
+          size == 64};  // of heads of 128 a block has half of the keys, and no dV
 }
 
 }  // namespace rwkv_jax::cuda

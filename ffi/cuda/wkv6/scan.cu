@@ -1,7 +1,7 @@
 // WKV6 on matrix units, from the first token of a sequence to the last: the forward pass; and from
-// the last to the first: the gradient of the state, and with it, of heads of 128, the gradient of v. A
-// thread block has one head, or one head of one split of a sequence, and takes a chunk of 64 tokens at a
-// time. wkv6/decays.cuh has the equations and their sources.
+// the last to the first, of heads of 128: the gradients of the state and of v. A thread block has one
+// head, or one head of one split of a sequence, and takes a chunk of 64 tokens at a time.
+// wkv6/decays.cuh has the equations and their sources.
 //
 // If a sequence is split, three kernels run one after another:
 //
@@ -9,7 +9,7 @@
 //                  what its tokens do to a state, S <- S diag(F) + D
 //   CombineKernel  from the transitions, the state at the end of each of these splits
 //   OutputKernel   for each split: y, the saved states and the final state; or dv and the gradients of
-//                  the states. Without dv it is StateKernel again
+//                  the states. Of heads of 64 these are left to the kernel in gradients.cu
 //
 // Both scans are pipelines with a warpgroup for every 64 rows of a state. The prologue starts the
 // copies of the first chunk; the main loop copies the next chunk to shared memory while it computes the
@@ -21,8 +21,6 @@
 
 namespace rwkv_jax::cuda {
 namespace {
-
-constexpr int kPanelThreads = 128;  // a warpgroup, which has 64 rows of a state
 
 template <int N>
 constexpr int kThreads = kPanels<N> * kPanelThreads;
@@ -37,75 +35,11 @@ struct Scan : Wkv6Call {
   const void *x, *z;
   const float* start;  // StateKernel takes null for zeros
   float* end;          // if null, the transition of each split is stored in `splits`
-  void*
-      saved;  // if not null, gets the state before each chunk in bfloat16 or, of floats, in float,
-              // [B, N, H, V, K]
+  void* saved;         // only of OutputKernel, if not null: gets the state before each chunk in
+                       // bfloat16 or, of floats, in float, [B, N, H, V, K]
   Splits splits;
   void* y = nullptr;        // the outputs, only of OutputKernel: y, or backwards dv
   float* factor = nullptr;  // [B, H, K], if not null: gets the decay of all tokens together
-};
-
-// The head and the split that a thread block has. Chunks are counted in the order of the recurrence.
-template <int N, bool kReverse>
-struct SplitOfBlock {
-  int64_t sequence, heads;
-  unsigned own_head;  // of the sequence
-  Span span;          // the tokens of the sequence
-  int splits,
-      order;  // the number of splits, and the place of this one in the order of the recurrence
-  int64_t first_chunk;
-  int chunks;
-
-  __device__ SplitOfBlock(const Wkv6Call& call, const Splits& all, bool transition)
-      : SplitOfBlock(call, all,
-                     all.WorkOfBlock<kReverse>(call.sequences, call.dims.tokens, call.dims.heads,
-                                               transition)) {}
-  __device__ SplitOfBlock(const Wkv6Call& call, const Splits& all, const BlockWork& work)
-      : sequence(work.turn.sequence),
-        heads(call.dims.heads),
-        own_head(static_cast<unsigned>(blockIdx.x % call.dims.heads)),
-        span(work.turn.span),
-        splits(static_cast<int>(all.Count(span.Chunks()))),
-        order(
-            static_cast<int>(kReverse && work.split >= 0 ? splits - 1 - work.split : work.split)) {
-    const int64_t most = all.ChunksPerSplit(span.Chunks());
-    first_chunk = work.split * most;
-    const int64_t left = span.Chunks() - first_chunk;
-    chunks = static_cast<int>(left < 0 ? 0 : left < most ? left : most);
-  }
-
-  // Whether there is no split for this block.
-  __device__ bool None() const { return order < 0; }
-  __device__ bool Last() const { return order == splits - 1; }
-  // The head in [S, H].
-  __device__ int64_t Head() const { return sequence * heads + own_head; }
-  // Chunk i in the sequence.
-  __device__ int64_t Place(int i) const { return first_chunk + (kReverse ? chunks - 1 - i : i); }
-  // A panel of chunk i in arrays [B, T, H, N].
-  __device__ ChunkCopier<kPanelThreads> Chunk(int i, int panel, uint64_t absent = 0) const {
-    const int64_t token = Place(i) * kChunkTokens, left = span.tokens - token;
-    return {((span.first_token + token) * heads + own_head) * N + panel * kPanelCols,
-            static_cast<int>(heads) * N,
-            static_cast<int>(left < kChunkTokens ? left : kChunkTokens), absent};
-  }
-  // Chunk i in [B, N, H].
-  __device__ int64_t SavedState(int i) const {
-    return (span.first_chunk + Place(i)) * heads + own_head;
-  }
-  template <typename T, bool kMarked>
-  __device__ ChunkMarks MarksOf(int i, const Marks& marks) const {
-    return HasMarks<T, kMarked>(marks) ? ChunkMarks(marks, sequence, Place(i)) : ChunkMarks();
-  }
-  // Saves the state before chunk i, if that is asked for.
-  template <typename T>
-  __device__ void Save(int i, const typename StateAccumulator<N>::State& state, void* saved) const {
-    using Tiles = StateAccumulator<N>;
-    if (saved == nullptr) return;
-    if constexpr (std::is_same_v<T, float>)
-      Tiles::Store(state, static_cast<float*>(saved) + SavedState(i) * kStateSize<N>);
-    else
-      Tiles::StoreRounded(state, static_cast<uint4*>(saved) + SavedState(i) * (kStateSize<N> / 8));
-  }
 };
 
 // The panel of rows of a state that the warpgroup of this thread has, and of channels that it copies and
@@ -291,6 +225,16 @@ struct OutputPhases {
     }
   }
 
+  // Saves the state before chunk i, if that is asked for.
+  __device__ void SaveState(int i, const State& state) const {
+    if (in.saved == nullptr) return;
+    const int64_t to = split.SavedState(i) * kStateSize<N>;
+    if constexpr (kTerms > 1)
+      Tiles::Store(state, static_cast<float*>(in.saved) + to);
+    else
+      Tiles::StoreRounded(state, static_cast<uint4*>(in.saved) + to / 8);
+  }
+
   // Stages the outputs Y = Rt S^T + A V of a tile, transposed, and moves the state on. A warp has 16
   // values as rows.
   __device__ void OutputsAndState(int i, int tile, State& s) const {
@@ -386,7 +330,7 @@ __global__ __launch_bounds__(kThreads<N>, kBlocksPerMultiprocessor<T, N>) void O
     PublishOperands();
     wait_for_all(kScaled);
     if (i + 1 < split.chunks) phases.LoadKeys(i + 1, coming);
-    split.template Save<T>(i, state, in.saved);
+    phases.SaveState(i, state);
     // Large states leave no registers for more than one tile at a time.
 #pragma unroll(kPanels<N> == 1 ? kChunkTiles : 1)
     for (int step = 0; step < kChunkTiles; ++step)
@@ -475,11 +419,9 @@ struct StatePhases {
       LoadConstantDecays<N>(in, split.Head() * N, reinterpret_cast<float*>(memory + L::kConstant));
   }
 
-  __device__ void LoadState(bool transition, State& state) const {
+  __device__ void LoadState(State& state) const {
     if (split.order == 0 && in.start != nullptr)
       Tiles::Load(in.start + split.Head() * kStateSize<N>, state);
-    else if (split.order > 0 && !transition)
-      Tiles::Load(TransitionOf(split.order - 1), state);
   }
 
   // Scales z of chunk i by the decays that follow in the recurrence, and stores the decay of the
@@ -595,7 +537,7 @@ __global__ __launch_bounds__(kThreads<N>, kBlocksPerMultiprocessor<T, N>) void S
   }
   phases.LoadParameters();
   typename Tiles::State state = {};
-  phases.LoadState(transition, state);
+  phases.LoadState(state);
 
   float all[2][4] = {};
   bool any_start = false;
@@ -615,13 +557,10 @@ __global__ __launch_bounds__(kThreads<N>, kBlocksPerMultiprocessor<T, N>) void S
     for (int e = 0; e < 8; ++e) all[e / 4][e % 4] += total[e / 4][e % 4];
     PublishOperands();
     wait_for_all(kChunkScaled);
-    split.template Save<T>(i, state, in.saved);
     phases.Advance(i, state);
   }
-  if (transition)
-    Tiles::Store(state, phases.TransitionOf(split.order));
-  else if (split.Last())
-    Tiles::Store(state, in.end + split.Head() * kStateSize<N>);
+  Tiles::Store(
+      state, transition ? phases.TransitionOf(split.order) : in.end + split.Head() * kStateSize<N>);
   phases.StoreFactor(transition, any_start, all);
 }
 
@@ -677,7 +616,6 @@ cudaError_t FindStarts(cudaStream_t stream, Scan scan) {
   const int64_t batch = scan.dims.batch, heads = scan.dims.heads;
   if (splits.count == 1) return cudaSuccess;
   scan.end = nullptr;
-  scan.saved = nullptr;
   const cudaError_t error =
       ScanStates<T, N, kConstant, kReverse>(stream, scan, splits.TransitionBlocks(batch, heads));
   if (error != cudaSuccess || splits.count == 2) return error;
@@ -718,13 +656,10 @@ cudaError_t Wkv6ReverseScan(cudaStream_t stream, const Wkv6BackwardCall& call, c
     using T = decltype(zero);
     Scan scan{call, call.dy, call.r, call.dfinal_state, call.dinitial_state};
     scan.saved = gradients, scan.splits = splits, scan.y = call.dv;
-    const cudaError_t error = FindStarts<T, size(), constant(), true>(stream, scan);
-    if (error != cudaSuccess) return error;
+    cudaError_t error = FindStarts<T, size(), constant(), true>(stream, scan);
     if constexpr (kPanels<size()> > 1)
-      return ScanOutputs<T, size(), constant(), true>(stream, scan);
-    else
-      return ScanStates<T, size(), constant(), true>(
-          stream, scan, splits.Blocks(call.dims.batch, call.dims.heads));
+      if (error == cudaSuccess) error = ScanOutputs<T, size(), constant(), true>(stream, scan);
+    return error;
   });
 }
 

@@ -1,6 +1,7 @@
 // WKV7 on matrix units, the gradients of the inputs: one block of threads per head and chunk of 64
 // tokens. A block starts from the saved state S0 before its chunk and from dS, the gradient of the
-// state after its chunk, which the reverse scan of scan.cu has left.
+// state after its chunk. Of decays with a bound, the block of the chunk after this one hands dS on (relays.h);
+// of others, the reverse scan of scan.cu has left it.
 //
 // The recurrence (RWKV-7, arXiv:2503.14456, "state evolution"), with d_t = exp(log d_t) made from
 // w_t:
@@ -20,13 +21,14 @@
 //   Sp = S0 2^(c - G' of token 0), c of the first frame   dSh = dS 2^(G of token 63 - c), c of the last frame
 //
 // Of decays with a bound, those of Decay::kSigmoid, the chunk is one frame, and c is G of its last token. Of others
-// a tile is a frame, and G is counted from the middle of the chunk. c is an even number near the middle of G in
-// the frame, so that the factors stay in range where decays are steep. Where a channel decays less in a half of the
-// chunk, its c is 0 there, and where that is so of all, the chunk is one frame.
+// a half of the chunk is a frame or, where a half decays too far, a tile, and G is counted from the middle of the
+// chunk. c is an even number near the middle of G in the frame, so that the factors stay in range where decays are
+// steep. Where a channel decays less in a half, its c is 0 there, and where that is so of all, the chunk is one
+// frame. Products of tiles are not those of a warpgroup, and take longer.
 //
 // Floats are multiplied in terms (matrix.cuh), which ScaleOperands and ScaleState make of them. One kernel takes
-// them with any decay and any marks, and tiles are its frames. It needs nearly all shared memory of a
-// multiprocessor of compute capability 9.0.
+// them with any decay and any marks. It needs nearly all shared memory of a multiprocessor of compute capability
+// 9.0.
 //
 //   Aab = tril_strict(At Bh^T)   Aak = tril_strict(At Kh^T)
 //   Qrb = tril(Rt Bh^T)          Qrk = tril(Rt Kh^T)
@@ -39,6 +41,8 @@
 //   dAab = tril_strict(dZ U^T)   dAak = tril_strict(dZ V^T)
 //   dBh = U dSh + dQrb^T Rt + dAab^T At      dRt = dY Sp + dQrb Bh + dQrk Kh
 //   dKh = V dSh + dQrk^T Rt + dAak^T At      dAt = dZ Sp + dAab Bh + dAak Kh
+//
+// and dS of the chunk before is (dS + dY^T Rt + dZ^T At) 2^c with a bound.
 //
 // A term that joins operands of two frames has the factor 2^(c of the later - c of the earlier) besides, where Sp
 // belongs to the first frame and dSh to the last. It is a power of two, so that multiplying by it rounds nothing.
@@ -67,16 +71,18 @@
 //   LoadChunk          starts all copies    all                 block: w has been copied
 //   SumLogDecays       c - G                panel x half        block: sums of the other half;
 //                                                                 a, b, k, r have been copied
-//   ScaleOperands      At Rt Bh Kh          panel x half
+//   ScaleOperands      c, At Rt Bh Kh       panel x half
 //   ScaleState         Sp dSh               all                 block: operands are scaled
 //   TokenProducts      M Aak Qrb Qrk        one product each    block: products are stored
 //   Values             Z U                  half 0              half: U of all panels is stored
-//   ValueGradients     dU dZ dV             half 1
+//   ValueGradients     dU dZ dV             half 1              half: dS is stored
 //   TriangleGradients  dQrb dQrk            half 0              values: dZ is stored, and Qrb, Qrk,
 //                                                                 M and Aak have been read
 //   ValueGradients     stages dV in M, Aak  half 1              warpgroup: dV is staged
 //   TriangleGradients  dAab dAak            half 0              values: dV has left M and Aak
 //                                                               block: triangles are stored
+//   HandOn             dS, if a relay       panel x half        block: it is in global memory, and dY, dZ, Rt and At
+//                                                                 have been read
 //   KeyGradients       dB dK                panel x half        half: U and V have been read
 //                                                               warpgroup: dB and dK are staged
 //   QueryGradients     dR dA                panel x half        half: dY and dZ have been read
@@ -144,14 +150,15 @@ struct GradientLayout {
   static constexpr int kDz = kU + kTokenBytes;   // w, dZ, da
   static constexpr int kSp = kDz + kTokenBytes;  // Sp
   static constexpr int kDs = kSp + kStateBytes;  // dS or dSh
-  static constexpr int kM = kDs + kStateBytes;   // key factors, Aab, M, dv of the first panel, dAab
-  static constexpr int kAak = kM + kPanelBytes;  // Aak, dv of the second panel, dAak
+  // Key factors or, of tiles, StateFactors, then Aab, M, dv of the first panel, dAab.
+  static constexpr int kM = kDs + kStateBytes;
+  static constexpr int kAak = kM + kPanelBytes;    // Aak, dv of the second panel, dAak
   static constexpr int kQrb = kAak + kPanelBytes;  // Qrb, dQrb
   static constexpr int kQrk = kQrb + kPanelBytes;  // Qrk, dQrk
   static constexpr int kTermBytes = kQrk + kPanelBytes;
-  // float [4, N]: first the sums of the log decays of both halves or, of decays without a bound, the factors of S0
-  // and dS, and then Centres. Then rows 0 and 1 have the sums of dS * S_L of both halves, and row 3 has the sum
-  // of the reads of the second half.
+  // float [4, N]: first the sums of the log decays of both halves, and then 2^c; or, of decays without a bound, the
+  // factors of S0 and dS, and then Centres. Then rows 0 and 1 have the sums of dS * S_L of both halves, and row 3
+  // has the sum of the reads of the second half.
   static constexpr int kSums = kTerms * kTermBytes;
   static constexpr int kBytes = kSums + 4 * N * sizeof(float);
 };
@@ -227,21 +234,23 @@ __device__ void LoadTransposedPanel(uint32_t panel, int column, int first,
                          left[tile][term]);
 }
 
-// Starts two products with the same left operand, over kTiles tiles of k from `first` on.
+// Starts two products with the same left operand, over kTiles tiles of k from `first` on: of the terms `i` of the
+// left operand and `j` of the right ones, counted from the last, so that the smallest products come first.
 template <typename L, bool kAdd, int kTiles, typename Right>
 __device__ void ProductPair(HalfAccumulator (&sums)[2], const Left (&left)[kTiles][L::kTerms],
-                            int first, const Right& right_of_first, const Right& right_of_second) {
+                            int i, int j, int first, const Right& right_of_first,
+                            const Right& right_of_second) {
+  constexpr int kLast = L::kTerms - 1;
   BeginProducts();
 #pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile)
-    ForProducts<L::kTerms, true>([&](int i, int j) {
-      const bool add = kAdd || tile + i + j > 0;
-      const auto multiply = [&](HalfAccumulator& sum, const Right& right) {
-        MultiplyOrAdd(add, sum, left[tile][i], right.Tile(first + tile).Behind(j * L::kTermBytes));
-      };
-      multiply(sums[0], right_of_first);
-      multiply(sums[1], right_of_second);
-    });
+  for (int tile = 0; tile < kTiles; ++tile) {
+    const auto multiply = [&](HalfAccumulator& sum, const Right& right) {
+      MultiplyOrAdd(kAdd || tile + i + j > 0, sum, left[tile][kLast - i],
+                    right.Tile(first + tile).Behind((kLast - j) * L::kTermBytes));
+    };
+    multiply(sums[0], right_of_first);
+    multiply(sums[1], right_of_second);
+  }
   CommitProducts();
 }
 
@@ -479,8 +488,7 @@ __device__ void InvertPanel(int warp, int barrier, uint32_t panel) {
 
 // A word of two bfloat16 2^-e for a word of two e; of an e above 126 the factor is 0.
 __device__ inline uint32_t PowersOfTwo(uint32_t e) {
-  const uint32_t exponents = 0x807f807fu - e;  // the upper bit is set unless e is too large
-  return (exponents & 0x007f007fu & (exponents >> 15 & 0x00010001u) * 0xffffu) << 7;
+  return (0x007f007fu - __vminu2(e, 0x007f007fu)) << 7;
 }
 
 // Multiplies by the square of factors, which may be too small for a number of its own.
@@ -488,11 +496,15 @@ __device__ inline uint32_t MultiplyTwice(uint32_t x, uint32_t factors) {
   return Bf16::Multiply(Bf16::Multiply(x, factors), factors);
 }
 
+// What the frames of a chunk are. Where the chunk is one, c is 0 in all channels.
+enum class Frames { kChunk, kHalves, kTiles };
+
 // The decays of the channels of a warp and the tokens of its half.
 template <int kTerms>
 struct HalfDecays {
-  HalfAccumulator writes = {};             // c - G
-  bool in_range = true, one_frame = true;  // as far as this thread knows
+  HalfAccumulator writes = {};  // c - G
+  float sums[2][kHalfTiles];    // of the log decays, of both rows of an accumulator and each tile
+  bool in_range = true, in_halves = true, in_chunk = true;  // as far as this thread knows
   // In the order of LoadTransposed; floats are two in place of a pair.
   std::conditional_t<kTerms == 1, uint32_t[4], float[4][2]> raw_w[kHalfTiles];
   Left log_decays[kHalfTiles][kTerms];  // of float16, scaled; needed until the operands are scaled
@@ -507,6 +519,12 @@ struct DecayTerms {
   float written[2] = {};       // dS * S_L, summed over some of the rows of the state
 };
 
+// What the reverse scan has left, and the list of steep chunks.
+struct ReverseScanned {
+  const uint4* gradients;
+  uint32_t* steep;
+};
+
 // The phases, and what a thread knows of its place in the block.
 template <typename T, int N, bool kMarked, bool kFramed, typename Call>
 class ChunkGradients {
@@ -519,6 +537,7 @@ class ChunkGradients {
   static constexpr int kTerms = L::kTerms;
   static constexpr bool kFloat = kTerms > 1;
   static_assert(!kFloat || (kFramed && kMarked), "floats have one kernel");
+  static constexpr bool kRelays = !kFramed;
   // Whether heads have no other K and V than N.
   static constexpr bool kFilled = !kMarked || kKeyed || kFloat;
   static constexpr int kTiles = N / kTileTokens;
@@ -541,30 +560,30 @@ class ChunkGradients {
         half(group % 2) {}
 
   // Finds the chunk and the head of this block. Returns false if the block has nothing to do.
-  __device__ __forceinline__ bool Find() {
+  __device__ __forceinline__ bool Find(const ReverseScanned&) {
     // Divisions of 64 bits would cost more.
     const unsigned heads = static_cast<unsigned>(call.dims.heads);
-    const int64_t all_chunks = blockIdx.x / heads, head = blockIdx.x - all_chunks * heads;
-    const int row = call.sequences.Given()
-                        ? call.sequences.owners[all_chunks]
-                        : static_cast<int>(all_chunks / static_cast<unsigned>(call.dims.saved));
+    chunk = static_cast<int>(blockIdx.x / heads), head = static_cast<int>(blockIdx.x % heads);
+    row = call.sequences.Given() ? call.sequences.owners[chunk]
+                                 : static_cast<int>(chunk / static_cast<unsigned>(call.dims.saved));
     if (row < 0) return false;
     const Span span = call.sequences(row, call.dims.tokens);
-    const int chunk = static_cast<int>(all_chunks - span.first_chunk);
-    const int64_t first_token = chunk * kChunk;
-    constexpr int kWords = kChunkTokens / kWordTokens;
-    marks_index = row * static_cast<int>(call.marks.per_row / kWords) + chunk;
-    constexpr int kUnit = kFilled ? N : 1;
-    stride = static_cast<int>(heads * kUnit);
-    first = (span.first_token + first_token) * stride + head * kUnit;
-    const int64_t left_tokens = span.tokens - first_token;
-    tokens = static_cast<int>(left_tokens < kChunkTokens ? left_tokens : kChunkTokens);
+    FindTokens(span, chunk - static_cast<int>(span.first_chunk));
+    return true;
+  }
+  __device__ __forceinline__ bool Find(const Relays& relays) {
+    const RelayPlace place = relays.PlaceOfBlock();
+    if (place.row < 0) return false;
+    row = place.row, head = place.head;
+    chunk = static_cast<int>(place.span.first_chunk) + place.chunk;
+    FindTokens(place.span, place.chunk);
+    baton = relays.BatonOf(place), done = relays.DoneOf(place), position = place.position;
     return true;
   }
 
   // Starts the copies of the chunk in three groups: w, then what the decays scale, then the rest.
   // A state comes in registers if it is scaled before it is stored.
-  __device__ __forceinline__ void LoadChunk(const uint4* gradients, StatePieces& state) const {
+  __device__ __forceinline__ void LoadChunk(const uint4* gradients, StatePieces& state) {
     const uint64_t absent = LoadMarks().absent;
     const auto copy = [&](int to, const void* from, int size) {
 #pragma unroll
@@ -594,7 +613,8 @@ class ChunkGradients {
     if constexpr (kBf16) CommitCopies();  // else v and dy are converted with the scaled operands
     copy(L::kV, call.v, ValueSize());
     copy(L::kDy, call.dy, ValueSize());
-    const int64_t index = static_cast<int64_t>(blockIdx.x) * kStatePieces + threadIdx.x;
+    const int64_t number = int64_t{chunk} * call.dims.heads + head;  // of the state
+    const int64_t index = number * kStatePieces + threadIdx.x;
     const uint4* const states = static_cast<const uint4*>(call.states);
 #pragma unroll
     for (int i = 0; i < kStateSteps; ++i) {
@@ -608,24 +628,22 @@ class ChunkGradients {
           const int piece = threadIdx.x % kRowPieces;
           state.s0[i][term] = {};
           if (row < ValueSize() && Has(piece, KeySize()))
-            state.s0[i][term] =
-                states[(static_cast<int64_t>(blockIdx.x) * ValueSize() + row) * (KeySize() / 8) +
-                       piece];
+            state.s0[i][term] = states[(number * ValueSize() + row) * (KeySize() / 8) + piece];
         }
         if constexpr (kFramed) state.ds[i][term] = gradients[at];
       }
-      if constexpr (!kFramed)
-        CopyAsync(StatePiece(shared + L::kDs, i), gradients + index + i * L::kThreads, true);
     }
     CommitCopies();
+    if constexpr (kRelays)
+      if (half == 1 && IsHandedOn()) TakeBaton();
   }
 
   // Waits until w has been copied; then until the operands that the decays scale have been.
   __device__ __forceinline__ void WaitForDecays() const { WaitForCopies<kBf16 ? 2 : 1>(); }
   __device__ __forceinline__ void WaitForScaledOperands() const { WaitForCopies<kBf16 ? 1 : 0>(); }
 
-  // c - G of the tokens of this half, with a bound so far without the later half, and what the first rows of Sums
-  // have. Sums are products with ones, in float16.
+  // c - G of the tokens of this half, so far without the later half, or without a bound without c and the later
+  // tile; and what the first rows of Sums have. Sums are products with ones, in float16.
   __device__ __forceinline__ void SumLogDecays(Decays& decays) const {
     const Ones later(false, false, true), all(true, true, true);
     float total[4] = {}, of_first[4];  // sums over the half and over its first tile
@@ -669,8 +687,7 @@ class ChunkGradients {
         if (Lane() % 4 == 0) Sums()[half * N + channel] = sum;
         continue;
       }
-      const bool slow = fabsf(sum) <= 0.5f * kMaxFrameLog2;
-      float c[2], behind[2];  // c, and c - G of the last token of the frame
+      const bool slow = IsSlow(frame);
 #pragma unroll
       for (int f = 0; f < 2; ++f) {
         const int own_tokens = tokens - kTileTokens * (FirstTile() + f);
@@ -679,21 +696,15 @@ class ChunkGradients {
         decays.in_range =
             decays.in_range &&
             (own_tokens <= 0 || (fabsf(frame[f]) <= most && (slow || frame[f] <= 0.0f)));
-        // G ends at 0 in half 0, and begins at 0 in half 1.
-        const float last = half == 0 ? (f == 0 ? -frame[1] : 0.0f) : (f == 0 ? frame[0] : sum);
-        c[f] = slow ? 0.0f : 2.0f * rintf(0.5f * (last - 0.5f * frame[f]));
-        behind[f] = c[f] - last;
-        if (Lane() % 4 == 0)
-          Centres()[(FirstTile() + f) * N + channel] =
-              static_cast<uint16_t>(static_cast<int>(0.5f * c[f]) + kCentre);
+        decays.sums[i][f] = frame[f];
       }
-      decays.one_frame = decays.one_frame && slow;
-#pragma unroll
-      for (int fragment = 0; fragment < kHalfFragments; ++fragment)
-#pragma unroll
-        for (int e = 2 * i; e < 2 * i + 2; ++e) decays.writes[fragment][e] += behind[fragment / 2];
-      if (Lane() % 4 == 0)
-        Sums()[half * N + channel] = Exp2(half == 0 ? behind[0] + frame[0] : -behind[1]);
+      decays.in_halves = decays.in_halves && fabsf(sum) <= kMaxFrameLog2;
+      decays.in_chunk = decays.in_chunk && slow;
+      const auto store_factor = [&](Frames of) {
+        const float c = Centre(of, frame, half);
+        StateFactors(of)[half * N + channel] = Exp2(half == 0 ? c + sum : sum - c);
+      };
+      if (Lane() % 4 == 0) store_factor(Frames::kHalves), store_factor(Frames::kTiles);
     }
   }
 
@@ -703,17 +714,39 @@ class ChunkGradients {
       __syncthreads();
       return false;
     }
-    one_frame = __syncthreads_and(decays.one_frame);
+    const auto all = [](bool x) { return __syncthreads_and(x) != 0; };
+    frames = all(decays.in_range && decays.in_chunk)    ? Frames::kChunk
+             : all(decays.in_range && decays.in_halves) ? Frames::kHalves
+                                                        : Frames::kTiles;
     // Without a list no chunk is steep: floats with a bound have this kernel too.
-    if (__syncthreads_and(decays.in_range) || steep == nullptr) return false;
+    if (frames != Frames::kTiles || all(decays.in_range) || steep == nullptr) return false;
     if (threadIdx.x == 0) AddChunk(steep);
     WaitForCopies<0>();
     return true;
   }
 
+  // With kFramed: c of the frames of this half, in `decays` and in Centres.
+  __device__ __forceinline__ void SetCentres(Decays& decays) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int f = 0; f < kHalfTiles; ++f) {
+        const float (&sums)[kHalfTiles] = decays.sums[i];
+        const float c = Centre(frames, sums, f);
+        const float last =
+            half == 0 ? (f == 0 ? -sums[1] : 0.0f) : sums[0] + (f == 0 ? 0.0f : sums[1]);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) decays.writes[2 * f + j / 2][2 * i + j % 2] += c - last;
+        if (Lane() % 4 == 0)
+          Centres()[(FirstTile() + f) * N + Channel() + 8 * i] =
+              static_cast<uint16_t>(static_cast<int>(0.5f * c) + kCentre);
+      }
+  }
+
   // At, Rt, Bh and Kh of this half, in place; of float16 also V and dY, as bfloat16, and of floats as terms.
   __device__ __forceinline__ void ScaleOperands(Decays& decays) const {
     HalfAccumulator& writes = decays.writes;
+    if constexpr (kFramed) SetCentres(decays);
     if (!kFramed && half == 0) {
       const float later_half[2] = {Sums()[N + Channel()], Sums()[N + Channel() + 8]};
       ForEachElement<kHalfFragments>(
@@ -806,10 +839,14 @@ class ChunkGradients {
       }
     };
     if constexpr (kFramed) {
-      scale(L::kSp, state.s0, [&](int c) { return Sums()[c]; });
-      scale(L::kDs, state.ds, [&](int c) { return Sums()[N + c]; });
+      scale(L::kSp, state.s0, [&](int c) { return StateFactors(frames)[c]; });
+      scale(L::kDs, state.ds, [&](int c) { return StateFactors(frames)[N + c]; });
     } else {
-      scale(L::kSp, state.s0, [&](int c) { return Exp2(Sums()[c] + Sums()[N + c]); });
+      scale(L::kSp, state.s0, [&](int c) {
+        const float factor = Exp2(Sums()[c] + Sums()[N + c]);
+        ChunkFactors()[c] = factor;  // the same from all threads
+        return factor;
+      });
     }
   }
 
@@ -818,7 +855,7 @@ class ChunkGradients {
   __device__ __forceinline__ void TokenProducts() const {
     const auto product = [&](int to, int left, int right, bool diagonal) {
       Accumulator<8> sum;
-      ChannelProduct(sum, AllChannels(left), AllChannels(right), warp, warp);
+      ChannelProduct<false>(sum, AllChannels(left), AllChannels(right), warp);
       Finish(sum);
       StoreLower<L>(warp, At(to), diagonal, LoadMarks(), sum);
     };
@@ -840,7 +877,7 @@ class ChunkGradients {
   __device__ __forceinline__ void Values() const {
     Accumulator<8> z, u;
     Left rounded[kChunkTiles][kTerms];
-    ChannelProduct(z, StateRows(L::kSp), AllChannels(L::kAt), 0);
+    ChannelProduct<true>(z, StateRows(L::kSp), AllChannels(L::kAt), 0);
     if (const ChunkMarks marks = LoadMarks(); marks.starts != 0) {
       Finish(z);
       KeepTokens<8>(0, 0, marks.FirstStart(), z);
@@ -891,7 +928,15 @@ class ChunkGradients {
 
   // dU^T, dZ^T and dV^T of the channels of this panel; half 1. dZ is left in shared memory, dV goes
   // out by way of the panel of M or Aak.
-  __device__ __forceinline__ void ValueGradients() const {
+  __device__ __forceinline__ void ValueGradients() {
+    if constexpr (kRelays) {
+      if (!taken) {
+        while (!IsHandedOn()) continue;
+        TakeBaton();
+      }
+      PublishOperands();
+      WaitForHalf();
+    }
     Accumulator<8> du, dz, dv;
     Left rounded[kChunkTiles][kTerms];
     const auto keep_last_segment = [&](Accumulator<8>& sum) {
@@ -900,7 +945,7 @@ class ChunkGradients {
         KeepTokens<8>(0, marks.LastStart(), kChunkTokens, sum);
       }
     };
-    ChannelProduct(du, StateRows(L::kDs), AllChannels(L::kBh), kChunkTiles - 1);
+    ChannelProduct<false>(du, StateRows(L::kDs), AllChannels(L::kBh), kChunkTiles - 1);
     keep_last_segment(du);
     Product<L, true, kChunkTiles>(warp, du, Down{OwnPanel(L::kDy)}, Down{At(L::kQrb)});
     Finish(du);
@@ -909,7 +954,7 @@ class ChunkGradients {
     Finish(dz);
     OwnChannels(L::kDz).template StoreSum<__nv_bfloat16>(0, dz);
     RoundPanel(dz, rounded);
-    ChannelProduct(dv, StateRows(L::kDs), AllChannels(L::kKh), kChunkTiles - 1);
+    ChannelProduct<false>(dv, StateRows(L::kDs), AllChannels(L::kKh), kChunkTiles - 1);
     keep_last_segment(dv);
     Product<L, true, kChunkTiles>(warp, dv, Down{OwnPanel(L::kDy)}, Down{At(L::kQrk)});
     Product<L, true>(dv, rounded, Down{At(L::kAak)});
@@ -923,13 +968,49 @@ class ChunkGradients {
     WaitForValues();
   }
 
+  // Hands dS of the chunk before on, in the place of the other one: the rows of this panel, half of the columns.
+  __device__ __forceinline__ void HandOn() const {
+    const ChunkMarks marks = LoadMarks();
+    const int first_column = half * (N / 2);
+    StateSum sum;
+    Left left[2][kChunkTiles][1];  // dY^T, dZ^T
+    LoadTransposedPanel<L>(OwnPanel(L::kDy), warp, 0, left[0]);
+    LoadTransposedPanel<L>(OwnPanel(L::kDz), warp, 0, left[1]);
+    if (marks.starts != 0)
+      for (auto& tiles : left)
+#pragma unroll
+        for (int tile = 0; tile < kChunkTiles; ++tile)
+          KeepTokens(0, marks.FirstStart() - 16 * tile, tiles[tile][0]);
+    BeginProducts();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const Down right{At(i == 0 ? L::kRt : L::kAt) + first_column / kPanelCols * L::kPanelBytes,
+                       first_column % kPanelCols / 16};
+#pragma unroll
+      for (int tile = 0; tile < kChunkTiles; ++tile)
+        MultiplyOrAdd(i + tile > 0, sum, left[i][tile][0], right.Tile(tile));
+    }
+    CommitProducts();
+    Finish(sum);
+    ForEachBatonPair(first_column, [&](float2& pair, int column, int fragment, int e) {
+      const float2 after = marks.starts == 0 ? pair : float2{};
+      const float2 factors = *reinterpret_cast<const float2*>(ChunkFactors() + column);
+      pair = {(after.x + sum[fragment][e]) * factors.x,
+              (after.y + sum[fragment][e + 1]) * factors.y};
+    });
+    __syncthreads();
+    if (threadIdx.x == 0) StoreReleased(done, position + 1);
+  }
+
   // dB and dK of this panel and half, and their terms of the decays.
   __device__ __forceinline__ void KeyGradients(const Decays& decays, DecayTerms& terms) const {
     if (LoadMarks().starts == 0) AddWrittenOfState(terms);
     HalfAccumulator pair[2];  // dBh, dKh
     Left ds[kTiles][kTerms];
     LoadTransposedPanel<L>(StateColumns(L::kDs), warp, 0, ds);
-    ProductPair<L, false>(pair, ds, 0, HalfRows(L::kU), HalfRows(L::kV));
+    ForProducts<kTerms, true>([&](int i, int j) {
+      ProductPair<L, false>(pair, ds, i, j, 0, HalfRows(L::kU), HalfRows(L::kV));
+    });
     const auto add_triangles = [&](auto tiles, int first_tile) {
       AddTriangles<decltype(tiles)::value>(
           pair, first_tile, kChunkTiles - 1, {L::kRt, HalfColumns(L::kQrb), HalfColumns(L::kQrk)},
@@ -961,7 +1042,9 @@ class ChunkGradients {
     HalfAccumulator pair[2];  // dRt, dAt
     Left sp[kTiles][kTerms];
     LoadTransposedPanel<L>(StateColumns(L::kSp), warp, 0, sp);
-    ProductPair<L, false>(pair, sp, 0, HalfRows(L::kDy), HalfRows(L::kDz));
+    ForProducts<kTerms, true>([&](int i, int j) {
+      ProductPair<L, false>(pair, sp, i, j, 0, HalfRows(L::kDy), HalfRows(L::kDz));
+    });
     const auto add_triangles = [&](auto tiles) {
       AddTriangles<decltype(tiles)::value>(
           pair, 0, 0, {L::kBh, HalfRows(L::kQrb), HalfRows(L::kM)},
@@ -1122,7 +1205,7 @@ class ChunkGradients {
       store(call.dk, dk);
       store(call.da, drate);
     }
-    StorePartials(sums, call.partials + Chunk() * kParameters * stride + HeadChannel());
+    StorePartials(sums, call.partials + int64_t{chunk} * kParameters * stride + head * N);
   }
 
   __device__ bool HasValues() const { return half == 0; }
@@ -1143,7 +1226,26 @@ class ChunkGradients {
     return kFilled ? at : at * size;
   }
   __device__ float* Sums() const { return reinterpret_cast<float*>(memory + L::kSums); }
-  // With kFramed: [frames, N] of c / 2 + kCentre.
+  // With kFramed: [2, N], the factors of S0 and of dS if such are the frames. Those of tiles lie where M will.
+  __device__ float* StateFactors(Frames of) const {
+    return of == Frames::kTiles ? reinterpret_cast<float*>(memory + L::kM) : Sums();
+  }
+  // Whether a channel decays so little in this half, by the sums of its tiles, that its c is 0.
+  static __device__ bool IsSlow(const float (&sums)[kHalfTiles]) {
+    return fmaxf(fabsf(sums[0] + sums[1]), fmaxf(fabsf(sums[0]), fabsf(sums[1]))) <=
+           0.5f * kMaxFrameLog2;
+  }
+  // c of the frame with the tile `f` of this half. G ends at 0 in half 0, and begins at 0 in half 1.
+  __device__ float Centre(Frames of, const float (&sums)[kHalfTiles], int f) const {
+    if (IsSlow(sums)) return 0.0f;
+    float middle = 0.5f * (sums[0] + sums[1]);
+    if (of == Frames::kTiles) {
+      middle = f == 0 ? 0.5f * sums[0] : 0.5f * sums[1];
+      if (f == half) middle += f == 0 ? sums[1] : sums[0];
+    }
+    return 2.0f * rintf(half == 0 ? -0.5f * middle : 0.5f * middle);
+  }
+  // With kFramed: [tiles, N] of c / 2 + kCentre.
   __device__ uint16_t* Centres() const { return reinterpret_cast<uint16_t*>(Sums() + 2 * N); }
   // Half of how far c falls between two frames, of a channel and of the one after it, which a word has.
   __device__ uint32_t Fall(int frame, int other, int channel) const {
@@ -1170,6 +1272,60 @@ class ChunkGradients {
   // The first tile of the tokens of this half.
   __device__ int FirstTile() const { return half * kHalfTiles; }
 
+  // 2^c.
+  __device__ float* ChunkFactors() const { return Sums() + 2 * N; }
+
+  __device__ void FindTokens(const Span& span, int in_row) {
+    constexpr int kWords = kChunkTokens / kWordTokens, kUnit = kFilled ? N : 1;
+    const int64_t first_token = int64_t{in_row} * kChunkTokens;
+    marks_index = row * static_cast<int>(call.marks.per_row / kWords) + in_row;
+    stride = static_cast<int>(call.dims.heads * kUnit);
+    first = (span.first_token + first_token) * stride + head * kUnit;
+    const int64_t left_tokens = span.tokens - first_token;
+    tokens = static_cast<int>(left_tokens < kChunkTokens ? left_tokens : kChunkTokens);
+  }
+
+  // The part of a state that a warp has in a sum: the rows of its channels, and half of the columns.
+  static constexpr int kStateFragments = N / 2 / 8;
+  using StateSum = Accumulator<kStateFragments>;
+  // Calls fn(pair, column, fragment, element) with the pairs of the baton that elements 0 and 2 of each fragment
+  // begin, and their columns.
+  template <typename Fn>
+  __device__ void ForEachBatonPair(int first_column, Fn&& fn) const {
+#pragma unroll
+    for (int fragment = 0; fragment < kStateFragments; ++fragment)
+#pragma unroll
+      for (int e = 0; e < 4; e += 2) {
+        const int row = Channel() + 4 * e;
+        const int column = first_column + 8 * fragment + 2 * (Lane() % 4);
+        const int columns = kFilled ? N : baton.columns;
+        if (kFilled || (row < baton.rows && column < columns))
+          fn(*reinterpret_cast<float2*>(baton.data + row * columns + column), column, fragment, e);
+      }
+  }
+  // Whether the block of the chunk after this one has handed dS on.
+  __device__ bool IsHandedOn() const { return LoadAcquired(done) >= position; }
+  // Stores dS as an operand; half 1.
+  __device__ __forceinline__ void TakeBaton() {
+#pragma unroll
+    for (int first = 0; first < N; first += N / 2) {
+      StateSum ds = {};
+      ForEachBatonPair(first, [&](const float2& pair, int, int fragment, int e) {
+        ds[fragment][e] = pair.x, ds[fragment][e + 1] = pair.y;
+      });
+#pragma unroll
+      for (int i = 0; i < kStateFragments / 2; ++i) {
+        const int column = first + 16 * i;
+        Left x;
+        Round<__nv_bfloat16>(ds[2 * i], ds[2 * i + 1], x);
+        StoreMatrices(TileAddress(At(L::kDs) + column / kPanelCols * L::kStatePanelBytes,
+                                  kPanelCols * panel + 16 * warp, column % kPanelCols / 16),
+                      x);
+      }
+    }
+    taken = true;
+  }
+
   // Addresses and operands from offsets in shared memory.
   __device__ uint32_t At(int offset) const { return shared + offset; }
   __device__ uint32_t OwnPanel(int offset) const {
@@ -1186,10 +1342,11 @@ class ChunkGradients {
   __device__ uint32_t StateColumns(int offset) const {
     return At(offset) + panel * L::kStatePanelBytes;
   }
-  // The rows of the tokens of this half; k runs along them.
-  __device__ Along HalfRows(int offset) const {
-    return {At(offset) + half * kHalfTokens * kRowBytes, L::kPanelBytes};
+  // The rows of the tokens of a half; k runs along them.
+  static __device__ Along RowsOf(int half, const Along& rows) {
+    return {rows.panel + half * kHalfTokens * kRowBytes, rows.panel_bytes};
   }
+  __device__ Along HalfRows(int offset) const { return RowsOf(half, AllChannels(offset)); }
   // The columns of the tokens of this half; k runs down them.
   __device__ Down HalfColumns(int offset) const { return {At(offset), FirstTile()}; }
   // The first column of a piece of a row or, of floats, of the part of it that lies where its term number
@@ -1211,15 +1368,9 @@ class ChunkGradients {
     Synchronize(B::kValues, L::kThreads);
   }
 
-  // Of a keyed call: the chunk of this block among those of all rows, the first channel of its head, and
-  // where the parameter number i of wkv7_keys begins.
-  __device__ int64_t Chunk() const { return blockIdx.x / static_cast<unsigned>(call.dims.heads); }
-  __device__ int64_t HeadChannel() const {
-    return blockIdx.x % static_cast<unsigned>(call.dims.heads) * N;
-  }
+  // Of a keyed call: where the parameter number i of wkv7_keys begins.
   __device__ const float* KeyParameter(int i) const {
-    const int64_t row = static_cast<unsigned>(Chunk()) / static_cast<unsigned>(call.dims.saved);
-    return call.parameters + (row * Wkv7KeysCall::kParameters + i) * stride + HeadChannel();
+    return call.parameters + (int64_t{row} * Wkv7KeysCall::kParameters + i) * stride + head * N;
   }
 
   // What a keyed call makes operands of besides k and the rate, in shared memory: `inverse` of each token,
@@ -1317,7 +1468,7 @@ class ChunkGradients {
                                                int frame, const TrianglePair<Right>& triangles,
                                                const TrianglePair<Right>& next,
                                                Fn&& meanwhile) const {
-    if (kFramed && !one_frame) {
+    if (kFramed && frames == Frames::kTiles) {
       Finish(pair[0], pair[1]);
 #pragma unroll
       for (int part = 0; part < kHalfTiles; ++part)
@@ -1358,49 +1509,119 @@ class ChunkGradients {
       }
       return;
     }
-    // A left operand is loaded while the product before it runs.
+    // A half that adds all tiles is not that of `frame`, which has kHalfTiles of them.
+    const bool scales = kFramed && kTiles == kChunkTiles && frames == Frames::kHalves;
+    const auto load = [&](int offset, Left(&left)[kTiles][kTerms]) {
+      LoadTransposedPanel<L>(OwnPanel(offset), warp, first_tile, left);
+      if (!scales) return;
+#pragma unroll
+      for (int i = 0; i < kHalfTiles; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const uint32_t factors = OwnFactors(j % 2, 0, kChunkTiles - 1);
+#pragma unroll
+          for (int term = 0; term < kTerms; ++term) {
+            uint32_t& x = left[frame / kHalfTiles * kHalfTiles + i][term][j];
+            x = MultiplyTwice(x, factors);
+          }
+        }
+    };
     Left left[kTiles][kTerms], next_left[kTiles][kTerms];
-    LoadTransposedPanel<L>(OwnPanel(triangles.left), warp, first_tile, left);
+    load(triangles.left, left);
     Finish(pair[0], pair[1]);
+    if (scales)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float factor = Bf16::Low(OwnFactors(i, 0, kChunkTiles - 1));
+        for (HalfAccumulator& sum : pair)
+#pragma unroll
+          for (int fragment = 0; fragment < kHalfFragments; ++fragment)
+#pragma unroll
+            for (int e = 2 * i; e < 2 * i + 2; ++e)
+              sum[fragment][e] = sum[fragment][e] * factor * factor;
+      }
     meanwhile();
-    ProductPair<L, true>(pair, left, first_tile, triangles.of_first, triangles.of_second);
-    LoadTransposedPanel<L>(OwnPanel(next.left), warp, first_tile, next_left);
-    ProductPair<L, true>(pair, next_left, first_tile, next.of_first, next.of_second);
+    // A left operand is loaded while the products before it run. Of floats both come first, and so do the
+    // smallest products of both.
+    if constexpr (kFloat) load(next.left, next_left);
+    ForProducts<kTerms, true>([&](int i, int j) {
+      ProductPair<L, true>(pair, left, i, j, first_tile, triangles.of_first, triangles.of_second);
+      if constexpr (!kFloat) load(next.left, next_left);
+      ProductPair<L, true>(pair, next_left, i, j, first_tile, next.of_first, next.of_second);
+    });
     Finish(pair[0], pair[1]);
   }
 
   // Starts sum = left right over all channels, whose columns are the tokens of the chunk, brought from their own
-  // frames to `frame`; those of frames behind `last` are not needed.
+  // frames to `frame`: of that frame, and of those behind it if kLater, or else of those before it.
+  template <bool kLater>
   __device__ __forceinline__ void ChannelProduct(Accumulator<8>& sum, const Along& left,
-                                                 const Along& right, int frame,
-                                                 int last = kChunkTiles - 1) const {
-    if (!kFramed || one_frame) {
+                                                 const Along& right, int frame) const {
+    if (!kFramed || frames == Frames::kChunk) {
       Product<L, false, kTiles>(warp, sum, left, right);
       if constexpr (kFramed)
         Finish(sum);  // else ptxas serialises products, for the other way is none
+      return;
+    }
+    const auto load = [&](int tile, Left(&plain)[kTerms]) {
+#pragma unroll
+      for (int term = 0; term < kTerms; ++term)
+        left.Tile(tile).Behind(term * L::kTermBytes).LoadLeft(warp, plain[term]);
+    };
+    const auto scale = [&](int tile, int column, const Left(&plain)[kTerms],
+                           Left(&scaled)[kTerms]) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint32_t factors =
+            PowersOfTwo(Fall(column, frame, 16 * tile + 8 * i + 2 * (Lane() % 4)));
+#pragma unroll
+        for (int term = 0; term < kTerms; ++term)
+#pragma unroll
+          for (int j = 2 * i; j < 2 * i + 2; ++j)
+            scaled[term][j] = MultiplyTwice(plain[term][j], factors);
+      }
+    };
+    if (frames == Frames::kHalves) {
+      constexpr int kScaled = kLater ? 1 : 0, kStepTiles = 2;
+      HalfAccumulator sums[2];
+      Left lefts[2][kStepTiles][2][kTerms];
+#pragma unroll
+      for (int first = 0; first < kTiles; first += kStepTiles) {
+        // Two tiles are scaled while the products of two others run.
+        auto& of_step = lefts[first / kStepTiles % 2];
+        if (first >= 2 * kStepTiles) WaitForProducts<1>();
+#pragma unroll
+        for (int i = 0; i < kStepTiles; ++i) {
+          load(first + i, of_step[i][1 - kScaled]);
+          scale(first + i, kScaled * kHalfTiles, of_step[i][1 - kScaled], of_step[i][kScaled]);
+        }
+        BeginProducts();
+#pragma unroll
+        for (int i = 0; i < kStepTiles; ++i)
+          ForProducts<kTerms, true>([&](int a, int b) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+              MultiplyOrAdd(first + i + a + b > 0, sums[h], of_step[i][h][a],
+                            RowsOf(h, right).Tile(first + i).Behind(b * L::kTermBytes));
+          });
+        CommitProducts();
+      }
+      Finish(sums[0], sums[1]);
+      ForEachElement<8>([&](int fragment, int e) {
+        sum[fragment][e] = sums[fragment / kHalfFragments][fragment % kHalfFragments][e];
+      });
       return;
     }
     ForEachElement<8>([&](int fragment, int e) { sum[fragment][e] = 0.0f; });
 #pragma unroll(kPanelTiles)
     for (int tile = 0; tile < kTiles; ++tile) {
       Left plain[kTerms];
-#pragma unroll
-      for (int term = 0; term < kTerms; ++term)
-        left.Tile(tile).Behind(term * L::kTermBytes).LoadLeft(warp, plain[term]);
+      load(tile, plain);
 #pragma unroll
       for (int column = 0; column < kChunkTiles; ++column) {
-        if (column > last) continue;
+        if (!kLater && column > frame) continue;
         Left scaled[kTerms];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const uint32_t factors =
-              PowersOfTwo(Fall(column, frame, 16 * tile + 8 * i + 2 * (Lane() % 4)));
-#pragma unroll
-          for (int term = 0; term < kTerms; ++term)
-#pragma unroll
-            for (int j = 2 * i; j < 2 * i + 2; ++j)
-              scaled[term][j] = MultiplyTwice(plain[term][j], factors);
-        }
+        scale(tile, column, plain, scaled);
         AddFrameProduct<L>(sum, column, scaled, right.Tile(tile));
       }
     }
@@ -1449,7 +1670,7 @@ class ChunkGradients {
         terms.written[j % 2] += of_s.x * of_ds.x + of_s.y * of_ds.y;
       }
     }
-    if (kFramed && !one_frame)
+    if (kFramed && frames != Frames::kChunk)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const float factor = Bf16::Low(OwnFactors(i, 0, kChunkTiles - 1));
@@ -1509,21 +1730,33 @@ class ChunkGradients {
   const uint32_t shared;
   const int warp, group;  // the warp in its warpgroup, and the warpgroup
   const int panel, half;
-  int marks_index;     // of this chunk among the chunks of all rows
-  int64_t first;       // the element of the first token of the chunk
-  int stride, tokens;  // elements from token to token; tokens of the chunk
+  int row, head;           // the sequence or row, and the head in it
+  int chunk, marks_index;  // of this chunk among the chunks of all rows
+  int64_t first;           // the element of the first token of the chunk
+  int stride, tokens;      // elements from token to token; tokens of the chunk
+  // Of a relay: dS, how many of its chunks are done, how many of them come after this one, and whether this thread
+  // has taken its part of dS.
+  Baton baton;
+  uint32_t* done;
+  uint32_t position;
+  bool taken = false;
   // Unless kFilled, `first` and `stride` count heads.
-  bool one_frame = true;  // whether all c of the chunk are the same
+  Frames frames = Frames::kChunk;
 };
 
-template <typename T, int N, bool kMarked, bool kFramed, typename Call>
+// `after` is where dS comes from: ReverseScanned or Relays.
+template <typename T, int N, bool kMarked, typename Call, typename After>
 __global__ __launch_bounds__(4 * N, N == 64 && kTermsOf<T> == 1 ? 2 : 1) void GradientKernel(
-    const __grid_constant__ Call call, const uint4* state_gradients, uint32_t* steep) {
+    const __grid_constant__ Call call, const __grid_constant__ After after) {
+  constexpr bool kFramed = std::is_same_v<After, ReverseScanned>;
   using Gradients = ChunkGradients<T, N, kMarked, kFramed, Call>;
   RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
   Gradients gradients(call, memory);
-  if (!gradients.Find()) return;
+  if (!gradients.Find(after)) return;
 
+  const uint4* state_gradients = nullptr;
+  uint32_t* steep = nullptr;
+  if constexpr (kFramed) state_gradients = after.gradients, steep = after.steep;
   typename Gradients::StatePieces state;
   gradients.LoadChunk(state_gradients, state);
   gradients.WaitForDecays();
@@ -1550,6 +1783,7 @@ __global__ __launch_bounds__(4 * N, N == 64 && kTermsOf<T> == 1 ? 2 : 1) void Gr
   PublishOperands();
   __syncthreads();
 
+  if constexpr (!kFramed) gradients.HandOn();
   DecayTerms terms;
   gradients.KeyGradients(decays, terms);
   if constexpr (Gradients::kKeyed) gradients.FetchKeys();
@@ -1558,37 +1792,19 @@ __global__ __launch_bounds__(4 * N, N == 64 && kTermsOf<T> == 1 ? 2 : 1) void Gr
   if constexpr (Gradients::kKeyed) gradients.KeysGradients();
 }
 
-template <int... kHeadSizes, typename Call>
-cudaError_t LaunchGradients(cudaStream_t stream, const Call& call, const uint4* gradients,
-                            uint32_t* steep) {
-  if (call.dims.tokens == 0) return cudaSuccess;
-  const int64_t rows = call.sequences.Given() ? 1 : call.dims.batch;
-  const int64_t blocks = rows * call.dims.saved * call.dims.heads;
-  constexpr bool kKeyed = std::is_same_v<Call, Wkv7KeyedBackwardCall>;
-  const auto launch_of = [&](auto zero, auto size, auto marked, auto framed) {
-    using L = GradientLayout<decltype(zero), size()>;
-    return Launch(GradientKernel<decltype(zero), size(), marked(), framed(), Call>, blocks,
-                  L::kThreads, L::kBytes, stream, call, gradients, steep);
+template <typename T, int N, typename Call, typename After>
+cudaError_t LaunchGradients(cudaStream_t stream, const Call& call, const After& after,
+                            int64_t blocks) {
+  using L = GradientLayout<T, N>;
+  if (blocks == 0) return cudaSuccess;
+  const auto launch = [&](auto marked) {
+    return Launch(GradientKernel<T, N, marked(), Call, After>, blocks, L::kThreads, L::kBytes,
+                  stream, call, after);
   };
-  if constexpr (!kKeyed)
-    if (call.dtype == Dtype::kF32)
-      return ForHeadSize<64>(call.dims.head_size, 0.0f, [&](auto zero, auto size) {
-        return launch_of(zero, size, std::true_type(), std::true_type());
-      });
-  const int64_t head_size = MatrixHeadSize(call.dims);
-  return ForHalfTypes<kHeadSizes...>(call.dtype, head_size, [&](auto zero, auto size) {
-    const auto launch = [&](auto marked, auto framed) {
-      return launch_of(zero, size, marked, framed);
-    };
-    const auto for_marks = [&](auto framed) {
-      const auto of_marks = [&](auto marked) { return launch(marked, framed); };
-      return FillsMatrixHead(call.dims) ? ForMarks(call.marks, of_marks)
-                                        : of_marks(std::true_type());
-    };
-    if constexpr (!kKeyed)
-      if (steep != nullptr) return for_marks(std::true_type());
-    return for_marks(std::false_type());
-  });
+  if constexpr (std::is_same_v<T, float>)
+    return launch(std::true_type());
+  else
+    return FillsMatrixHead(call.dims) ? ForMarks(call.marks, launch) : launch(std::true_type());
 }
 
 }  // namespace
@@ -1601,12 +1817,26 @@ int64_t Wkv7GradientSharedMemory(Dtype dtype, int64_t head_size) {
 
 cudaError_t Wkv7Gradients(cudaStream_t stream, const Wkv7BackwardCall& call, const uint4* gradients,
                           uint32_t* steep) {
-  return LaunchGradients<64, 128>(stream, call, gradients, steep);
+  const ReverseScanned after{gradients, steep};
+  const int64_t rows = call.sequences.Given() ? 1 : call.dims.batch;
+  const int64_t blocks = rows * call.dims.saved * call.dims.heads;
+  if (call.dtype == Dtype::kF32) return LaunchGradients<float, 64>(stream, call, after, blocks);
+  return ForHalfTypes<64, 128>(call.dtype, MatrixHeadSize(call.dims), [&](auto zero, auto size) {
+    return LaunchGradients<decltype(zero), size()>(stream, call, after, blocks);
+  });
+}
+
+cudaError_t Wkv7Gradients(cudaStream_t stream, const Wkv7BackwardCall& call, const Relays& relays) {
+  return ForHalfTypes<64, 128>(call.dtype, MatrixHeadSize(call.dims), [&](auto zero, auto size) {
+    return LaunchGradients<decltype(zero), size()>(stream, call, relays, relays.Blocks());
+  });
 }
 
 cudaError_t Wkv7Gradients(cudaStream_t stream, const Wkv7KeyedBackwardCall& call,
-                          const uint4* gradients) {
-  return LaunchGradients<64>(stream, call, gradients, nullptr);
+                          const Relays& relays) {
+  return ForHalfTypes<64>(call.dtype, MatrixHeadSize(call.dims), [&](auto zero, auto size) {
+    return LaunchGradients<decltype(zero), size()>(stream, call, relays, relays.Blocks());
+  });
 }
 
 }  // namespace rwkv_jax::cuda

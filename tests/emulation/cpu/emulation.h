@@ -405,8 +405,8 @@ inline void Launch(std::function<void()> call, dim3 blocks, int block_threads, i
   state = {early, Contents::Now()};
   if (early) seen_early.Restore();
   if (fibers.size() < threads) fibers.resize(threads);
-  // The first block to run is the one that sees memory as it is early.
-  const uint64_t count = uint64_t{grid.x} * grid.y * grid.z, first = random() % count;
+  // The first block to run is the one that sees memory as it is early. Otherwise blocks run in their order.
+  const uint64_t count = uint64_t{grid.x} * grid.y * grid.z, first = early ? random() % count : 0;
   for (uint64_t i = 0; i < count; ++i) {
     const uint64_t block = (first + i) % count, row = block / grid.x;
     block_index = dim3(block % grid.x, row % grid.y, row / grid.y);
@@ -557,6 +557,9 @@ inline int __clz(uint32_t x) { return x == 0 ? 32 : __builtin_clz(x); }
 inline int __clzll(uint64_t x) { return x == 0 ? 64 : __builtin_clzll(x); }
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 inline int __popcll(uint64_t x) { return __builtin_popcountll(x); }
+inline uint32_t __vminu2(uint32_t x, uint32_t y) {
+  return std::min(x >> 16, y >> 16) << 16 | std::min(x & 0xffff, y & 0xffff);
+}
 inline uint32_t __brev(uint32_t x) {
   uint32_t reversed = 0;
   for (int i = 0; i < 32; ++i) reversed |= (x >> i & 1) << (31 - i);
@@ -586,6 +589,8 @@ inline void Synchronize(int number, int threads) {
 inline int Opaque(int x) { return x; }
 inline float Exp2(float x) { return x < -126.0f ? 0.0f : std::exp2(x); }
 inline float Reciprocal(float x) { return 1.0f / x; }
+inline uint32_t LoadAcquired(const uint32_t* from) { return *from; }
+inline void StoreReleased(uint32_t* to, uint32_t x) { *to = x; }
 inline void Prefetch(const void*) {}
 inline void PrefetchBytes(const void* address, uint32_t bytes) {
   if ((reinterpret_cast<uintptr_t>(address) | bytes) % 16 == 0 && bytes > 0) return;
