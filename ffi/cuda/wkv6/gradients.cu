@@ -1306,14 +1306,18 @@ __device__ __forceinline__ void GoThroughChunk(
   WaitForTwo<T>(kCopied);
   if (more) phases.FetchChunkBefore();
   phases.ScaleOperands();
-  StateOperand<T> rounded;
   if constexpr (kThree) {
     phases.WaitForStates();
     WaitForAll<T>(kScaled);
-    Accumulator<8> ds;
-    if (phases.warpgroup == 1) phases.LoadStateGradient(0, rounded, ds);
-    WaitForAll<T>(kStateTaken);
-    if (phases.warpgroup == 1) phases.KeepStateGradients(0, rounded, ds);
+    if (phases.warpgroup == 1) {
+      StateOperand<T> rounded;
+      Accumulator<8> ds;
+      phases.LoadStateGradient(0, rounded, ds);
+      WaitForAll<T>(kStateTaken);
+      phases.KeepStateGradients(0, rounded, ds);
+    } else {
+      WaitForAll<T>(kStateTaken);
+    }
   } else if (phases.warpgroup == 0) {
     Accumulator<8> ds;
     phases.RecallCarried(ds);
@@ -1328,6 +1332,7 @@ __device__ __forceinline__ void GoThroughChunk(
     phases.TokenProducts(L::kV, L::kDy, L::kDat);
     phases.WaitForStates();
     WaitForAll<T>(kScaled);
+    StateOperand<T> rounded;
     Accumulator<8> ds;
     phases.LoadPanelTransposed(L::kDs, rounded);
     WaitForAll<T>(kStateTaken);
@@ -1336,6 +1341,7 @@ __device__ __forceinline__ void GoThroughChunk(
   }
 
   const int first_tile = phases.FirstTile();
+  StateOperand<T> rounded;
   Accumulator<8> state;
   ParameterSums parameters;
   phases.LoadState(0, rounded, state);
