@@ -75,11 +75,12 @@ void LayOutMatrixUnits(const Rules& rules, const Problem& problem, Plan& plan) {
   const Splits splits{plan.splits, nullptr, plan.transition_floats, plan.split_chunks};
   const int64_t heads_with_transitions = sequences ? problem.heads : problem.AllHeads();
   plan.transitions = Take(heads_with_transitions * splits.Stride(), plan.scratch);
-  const int64_t saved = states * StateGradientFloats(problem.dtype, rules.matrix_head_size);
-  plan.gradients = Take(rules.has_relays || rules.walks_backwards ? 0 : saved, plan.scratch);
-  const Grid relays = splits.Blocks(problem.sequences, problem.heads);
-  const int64_t counts = relays.x * relays.y + (sequences ? problem.rows * chunks : 0);
-  plan.relays = Take(backward && rules.has_relays ? counts : 0, plan.scratch);
+  const Grid blocks = splits.Blocks(problem.sequences, problem.heads);
+  const int64_t relays = backward && rules.has_relays ? blocks.x * blocks.y : 0;
+  const int64_t kept = rules.has_relays ? relays : rules.walks_backwards ? 0 : states;
+  plan.gradients =
+      Take(kept * StateGradientFloats(problem.dtype, rules.matrix_head_size), plan.scratch);
+  plan.relays = Take(relays + (relays > 0 && sequences ? problem.rows * chunks : 0), plan.scratch);
   plan.replay_heads = replays ? std::min(states, plan.replay_heads) : 0;
   plan.replay = Take(plan.replay_heads * plan.replay_floats, plan.scratch);
 }

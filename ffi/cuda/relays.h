@@ -13,10 +13,13 @@
 
 namespace rwkv_jax::cuda {
 
-// Where a state [rows, columns] is that goes from chunk to chunk.
+// Where a state [rows, columns] is that goes from chunk to chunk, and the same in bfloat16, filled up with zeros. The
+// chunks of its relay that are done have handed it on.
 struct Baton {
   float* data;
   int rows, columns;
+  uint4* rounded;
+  uint32_t* done;
 };
 
 // The chunk of a block, or none if `row` is negative.
@@ -42,10 +45,13 @@ struct Relays {
   int rows, columns, size;
   const float* start;  // the states of all heads behind the last tokens, ...
   float* end;          // ... and those before the first ones, once the relays are done
+  uint4* rounded;      // [relays, size, size] of bfloat16: the states that are handed on
   uint32_t* done;      // [relays]: how many chunks are done
   int32_t*
       order;  // of sequences of different lengths, [chunks]: the chunks in their order, and then -1
   int64_t chunks;  // of all rows
+  bool
+      at_once;  // whether a block hands a state on as early as it can, or does its other work first
 
   int64_t Count() const {
     const Grid blocks = splits.Blocks(batch, heads);
@@ -88,17 +94,23 @@ struct Relays {
     place.position = (behind < last ? behind : last) - 1 - place.chunk;
     return place;
   }
-  // How many chunks of the relay of a split are done.
-  __device__ uint32_t* DoneOf(const RelayPlace& place) const {
-    return done + splits.IndexOf(place.row, place.span, place.split) * heads + place.head;
+  // The number of the relay of a split.
+  __device__ int64_t RelayOf(const RelayPlace& place) const {
+    return splits.IndexOf(place.row, place.span, place.split) * heads + place.head;
   }
   // The state of a relay is where it goes in the end, or where the transition of its split had a factor.
   __device__ Baton BatonOf(const RelayPlace& place) const {
+    const int64_t relay = RelayOf(place);
+    Baton baton{nullptr, rows, columns, rounded + relay * (size * size / 8), done + relay};
     const int64_t of_all = place.row * heads + place.head;
-    if (place.split == 0) return {end + of_all * rows * columns, rows, columns};
-    const int64_t order = splits.Count(place.span.Chunks()) - 1 - place.split;
-    float* const transition = splits.Transition<true>(of_all, heads, place.span, order);
-    return {transition + size * size, size, size};
+    if (place.split == 0) {
+      baton.data = end + of_all * rows * columns;
+    } else {
+      const int64_t order = splits.Count(place.span.Chunks()) - 1 - place.split;
+      baton.data = splits.Transition<true>(of_all, heads, place.span, order) + size * size;
+      baton.rows = baton.columns = size;
+    }
+    return baton;
   }
 #endif
 };

@@ -111,7 +111,6 @@ __global__ __launch_bounds__(kThreads) void BeginKernel(Relays relays) {
   RelayPlace place;
   place.row = work.turn.sequence, place.head = blockIdx.x % heads;
   place.span = work.turn.span, place.split = work.split;
-  if (threadIdx.x == 0) *relays.DoneOf(place) = 0;
 
   const int64_t of_all = place.row * heads + place.head;
   const int64_t order = splits.Count(place.span.Chunks()) - 1 - place.split;
@@ -121,9 +120,15 @@ __global__ __launch_bounds__(kThreads) void BeginKernel(Relays relays) {
   const int rows = at_end ? relays.rows : relays.size;
   const int columns = at_end ? relays.columns : relays.size;
   const Baton to = relays.BatonOf(place);
-  for (int i = threadIdx.x; i < to.rows * to.columns; i += kThreads) {
-    const int row = i / to.columns, column = i % to.columns;
-    to.data[i] = row < rows && column < columns ? from[row * columns + column] : 0.0f;
+  if (threadIdx.x == 0) *to.done = 0;
+  for (int i = threadIdx.x; i < relays.size * relays.size / 2; i += kThreads) {
+    const int row = 2 * i / relays.size, column = 2 * i % relays.size;
+    float2 pair = {};
+    if (row < rows && column < columns)
+      pair = *reinterpret_cast<const float2*>(from + row * columns + column);
+    if (row < to.rows && column < to.columns)
+      *reinterpret_cast<float2*>(to.data + row * to.columns + column) = pair;
+    reinterpret_cast<uint32_t*>(to.rounded)[i] = RoundToBf16(pair.x, pair.y);
   }
 }
 

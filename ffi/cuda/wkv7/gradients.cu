@@ -81,11 +81,10 @@
 //   ValueGradients     stages dV in M, Aak  half 1              warpgroup: dV is staged
 //   TriangleGradients  dAab dAak            half 0              values: dV has left M and Aak
 //                                                               block: triangles are stored
-//   HandOn             dS, if a relay       panel x half        block: it is in global memory, and dY, dZ, Rt and At
-//                                                                 have been read
+//   HandOn             dS, if a relay       panel x half
 //   KeyGradients       dB dK                panel x half        half: U and V have been read
 //                                                               warpgroup: dB and dK are staged
-//   QueryGradients     dR dA                panel x half        half: dY and dZ have been read
+//   QueryGradients     dR dA                panel x half        half, or block if a relay: dY and dZ have been read
 //                                                               warpgroup: dR and dA are staged
 //   DecayGradient      dw                   panel x half        block: sums of the other half
 //                                                               block: dw is staged
@@ -550,6 +549,10 @@ class ChunkGradients {
     uint4 s0[kStateSteps][kTerms], ds[kFramed ? kStateSteps : 1][kTerms];
   };
 
+  // The part of a state that a warp has in a sum: the rows of its channels, and half of the columns.
+  static constexpr int kStateFragments = N / 2 / 8;
+  using StateSum = Accumulator<kStateFragments>;
+
   __device__ ChunkGradients(const Call& call, unsigned char* memory)
       : call(call),
         memory(memory),
@@ -577,7 +580,7 @@ class ChunkGradients {
     row = place.row, head = place.head;
     chunk = static_cast<int>(place.span.first_chunk) + place.chunk;
     FindTokens(place.span, place.chunk);
-    baton = relays.BatonOf(place), done = relays.DoneOf(place), position = place.position;
+    baton = relays.BatonOf(place), position = place.position;
     return true;
   }
 
@@ -634,13 +637,21 @@ class ChunkGradients {
       }
     }
     CommitCopies();
-    if constexpr (kRelays)
-      if (half == 1 && IsHandedOn()) TakeBaton();
+    if (kRelays && threadIdx.x == 0) *Ready() = IsHandedOn();
+  }
+
+  // Starts to copy dS if it was there when the other copies had started.
+  __device__ __forceinline__ void CopyGradient() {
+    ready = *Ready() != 0;
+    if (ready) CopyGradient(threadIdx.x, L::kThreads);
+    CommitCopies();
   }
 
   // Waits until w has been copied; then until the operands that the decays scale have been.
   __device__ __forceinline__ void WaitForDecays() const { WaitForCopies<kBf16 ? 2 : 1>(); }
-  __device__ __forceinline__ void WaitForScaledOperands() const { WaitForCopies<kBf16 ? 1 : 0>(); }
+  __device__ __forceinline__ void WaitForScaledOperands() const {
+    WaitForCopies<(kBf16 ? 1 : 0) + (kRelays ? 1 : 0)>();
+  }
 
   // c - G of the tokens of this half, so far without the later half, or without a bound without c and the later
   // tile; and what the first rows of Sums have. Sums are products with ones, in float16.
@@ -929,11 +940,12 @@ class ChunkGradients {
   // dU^T, dZ^T and dV^T of the channels of this panel; half 1. dZ is left in shared memory, dV goes
   // out by way of the panel of M or Aak.
   __device__ __forceinline__ void ValueGradients() {
-    if constexpr (kRelays) {
-      if (!taken) {
+    if (kRelays && !ready) {
+      if (warp == 0 && panel == 0)
         while (!IsHandedOn()) continue;
-        TakeBaton();
-      }
+      WaitForHalf();
+      CopyGradient(128 * panel + threadIdx.x % 128, 128 * L::kPanels);
+      WaitForCopies<0>();
       PublishOperands();
       WaitForHalf();
     }
@@ -968,8 +980,17 @@ class ChunkGradients {
     WaitForValues();
   }
 
+  // dS in float: the rows of this panel, half of the columns.
+  __device__ __forceinline__ void LoadBaton(StateSum& ds) const {
+    ForEachElement<kStateFragments>([&](int fragment, int e) { ds[fragment][e] = 0.0f; });
+    ForEachBatonPair(half * (N / 2), [&](const float2& at, int, int fragment, int e) {
+      const float2 pair = __ldcg(&at);
+      ds[fragment][e] = pair.x, ds[fragment][e + 1] = pair.y;
+    });
+  }
+
   // Hands dS of the chunk before on, in the place of the other one: the rows of this panel, half of the columns.
-  __device__ __forceinline__ void HandOn() const {
+  __device__ __forceinline__ void HandOn(const StateSum& after, bool at_once) const {
     const ChunkMarks marks = LoadMarks();
     const int first_column = half * (N / 2);
     StateSum sum;
@@ -993,13 +1014,20 @@ class ChunkGradients {
     CommitProducts();
     Finish(sum);
     ForEachBatonPair(first_column, [&](float2& pair, int column, int fragment, int e) {
-      const float2 after = marks.starts == 0 ? pair : float2{};
       const float2 factors = *reinterpret_cast<const float2*>(ChunkFactors() + column);
-      pair = {(after.x + sum[fragment][e]) * factors.x,
-              (after.y + sum[fragment][e + 1]) * factors.y};
+      const bool kept = marks.starts == 0;
+      pair = {((kept ? after[fragment][e] : 0.0f) + sum[fragment][e]) * factors.x,
+              ((kept ? after[fragment][e + 1] : 0.0f) + sum[fragment][e + 1]) * factors.y};
+      reinterpret_cast<uint32_t*>(baton.rounded)[((Channel() + 4 * e) * N + column) / 2] =
+          Bf16::Round(pair.x, pair.y);
     });
+    if (!at_once) return;
     __syncthreads();
-    if (threadIdx.x == 0) StoreReleased(done, position + 1);
+    Release();
+  }
+  // Lets the block of the chunk before know. That takes time, in which the block may do other work.
+  __device__ void Release() const {
+    if (threadIdx.x == 0) StoreReleased(baton.done, position + 1);
   }
 
   // dB and dK of this panel and half, and their terms of the decays.
@@ -1034,6 +1062,7 @@ class ChunkGradients {
       const float factor = Exp2(decays.writes[fragment][e]);
       pair[0][fragment][e] *= factor, pair[1][fragment][e] *= factor;
     });
+    WaitForHalf();
     WritePair(pair, L::kU, call.db, L::kV, call.dk);
   }
 
@@ -1086,6 +1115,10 @@ class ChunkGradients {
       scale(std::integral_constant<Decay, Decay::kExp>());
     else
       scale(std::integral_constant<Decay, Decay::kLog>());
+    if constexpr (kRelays)
+      __syncthreads();
+    else
+      WaitForHalf();
     WritePair(pair, L::kDy, call.dr, L::kDz, call.da);
   }
 
@@ -1285,9 +1318,6 @@ class ChunkGradients {
     tokens = static_cast<int>(left_tokens < kChunkTokens ? left_tokens : kChunkTokens);
   }
 
-  // The part of a state that a warp has in a sum: the rows of its channels, and half of the columns.
-  static constexpr int kStateFragments = N / 2 / 8;
-  using StateSum = Accumulator<kStateFragments>;
   // Calls fn(pair, column, fragment, element) with the pairs of the baton that elements 0 and 2 of each fragment
   // begin, and their columns.
   template <typename Fn>
@@ -1303,27 +1333,12 @@ class ChunkGradients {
           fn(*reinterpret_cast<float2*>(baton.data + row * columns + column), column, fragment, e);
       }
   }
-  // Whether the block of the chunk after this one has handed dS on.
-  __device__ bool IsHandedOn() const { return LoadAcquired(done) >= position; }
-  // Stores dS as an operand; half 1.
-  __device__ __forceinline__ void TakeBaton() {
-#pragma unroll
-    for (int first = 0; first < N; first += N / 2) {
-      StateSum ds = {};
-      ForEachBatonPair(first, [&](const float2& pair, int, int fragment, int e) {
-        ds[fragment][e] = pair.x, ds[fragment][e + 1] = pair.y;
-      });
-#pragma unroll
-      for (int i = 0; i < kStateFragments / 2; ++i) {
-        const int column = first + 16 * i;
-        Left x;
-        Round<__nv_bfloat16>(ds[2 * i], ds[2 * i + 1], x);
-        StoreMatrices(TileAddress(At(L::kDs) + column / kPanelCols * L::kStatePanelBytes,
-                                  kPanelCols * panel + 16 * warp, column % kPanelCols / 16),
-                      x);
-      }
-    }
-    taken = true;
+  // Whether the block of the chunk after this one has handed dS on, and whether thread 0 has seen that.
+  __device__ bool IsHandedOn() const { return LoadAcquired(baton.done) >= position; }
+  __device__ int* Ready() const { return reinterpret_cast<int*>(Sums() + 3 * N); }
+  __device__ void CopyGradient(int thread, int threads) const {
+    for (int i = thread; i < kStatePieces; i += threads)
+      CopyAsync(StatePieceAt(At(L::kDs), i), baton.rounded + i, true);
   }
 
   // Addresses and operands from offsets in shared memory.
@@ -1356,7 +1371,9 @@ class ChunkGradients {
   }
   // Where piece `step` of this thread lies in a state.
   __device__ uint32_t StatePiece(uint32_t state, int step) const {
-    const int index = threadIdx.x + step * L::kThreads;
+    return StatePieceAt(state, threadIdx.x + step * L::kThreads);
+  }
+  static __device__ uint32_t StatePieceAt(uint32_t state, int index) {
     const int row = index / kRowPieces, piece = index % kRowPieces;
     return PieceAddress(state + piece / 8 * L::kStatePanelBytes, row, piece % 8);
   }
@@ -1439,12 +1456,10 @@ class ChunkGradients {
     }
   }
 
-  // Stages two results of this panel and half where operands of no other half were, and writes them unless
-  // the call is keyed.
+  // Stages two results of this panel and half, and writes them unless the call is keyed.
   __device__ __forceinline__ void WritePair(const HalfAccumulator (&pair)[2], int first_staged,
                                             void* first_out, int second_staged,
                                             void* second_out) const {
-    WaitForHalf();
     OwnChannels(first_staged).template StoreSum<T>(FirstTile(), pair[0]);
     OwnChannels(second_staged).template StoreSum<T>(FirstTile(), pair[1]);
     if constexpr (kKeyed) return;
@@ -1734,12 +1749,10 @@ class ChunkGradients {
   int chunk, marks_index;  // of this chunk among the chunks of all rows
   int64_t first;           // the element of the first token of the chunk
   int stride, tokens;      // elements from token to token; tokens of the chunk
-  // Of a relay: dS, how many of its chunks are done, how many of them come after this one, and whether this thread
-  // has taken its part of dS.
+  // Of a relay: dS, how many chunks come after this one, and whether the copy of dS has started with the others.
   Baton baton;
-  uint32_t* done;
   uint32_t position;
-  bool taken = false;
+  bool ready;
   // Unless kFilled, `first` and `stride` count heads.
   Frames frames = Frames::kChunk;
 };
@@ -1761,6 +1774,7 @@ __global__ __launch_bounds__(4 * N, N == 64 && kTermsOf<T> == 1 ? 2 : 1) void Gr
   gradients.LoadChunk(state_gradients, state);
   gradients.WaitForDecays();
   __syncthreads();
+  if constexpr (!kFramed) gradients.CopyGradient();
   typename Gradients::Decays decays;
   gradients.SumLogDecays(decays);
   gradients.WaitForScaledOperands();
@@ -1780,15 +1794,19 @@ __global__ __launch_bounds__(4 * N, N == 64 && kTermsOf<T> == 1 ? 2 : 1) void Gr
   } else {
     gradients.ValueGradients();
   }
+  typename Gradients::StateSum handed_on;
+  if constexpr (!kFramed) gradients.LoadBaton(handed_on);
   PublishOperands();
   __syncthreads();
 
-  if constexpr (!kFramed) gradients.HandOn();
+  if constexpr (!kFramed) gradients.HandOn(handed_on, after.at_once);
   DecayTerms terms;
   gradients.KeyGradients(decays, terms);
   if constexpr (Gradients::kKeyed) gradients.FetchKeys();
   gradients.QueryGradients(decays, terms);
   gradients.DecayGradient(terms);
+  if constexpr (!kFramed)
+    if (!after.at_once) gradients.Release();
   if constexpr (Gradients::kKeyed) gradients.KeysGradients();
 }
 

@@ -13,9 +13,12 @@ cudaError_t RunRelays(cudaStream_t stream, const Call& call, const Plan& plan, f
   relays.rows = call.dims.value_size, relays.columns = call.dims.head_size;
   relays.size = MatrixHeadSize(call.dims);
   relays.start = call.dfinal_state, relays.end = call.dinitial_state;
+  relays.rounded = reinterpret_cast<uint4*>(scratch + plan.gradients);
   relays.done = reinterpret_cast<uint32_t*>(scratch + plan.relays);
   relays.order = reinterpret_cast<int32_t*>(relays.done) + relays.Count();
   relays.chunks = call.dims.saved * (call.sequences.Given() ? 1 : call.dims.batch);
+  // With few relays, blocks would wait for each other.
+  relays.at_once = relays.Count() < 2 * plan.device.multiprocessors;
   cudaError_t error = Wkv7ReverseSplits(stream, call, relays.splits);
   if (error == cudaSuccess) error = BeginRelays(stream, relays);
   return error == cudaSuccess ? Wkv7Gradients(stream, call, relays) : error;
