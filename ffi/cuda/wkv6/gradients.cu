@@ -1015,8 +1015,8 @@ struct ChunkGradients {
   }
 
   // dRt, dKh, dKb and exp(G_L) sum_v S dS, from S before the tile and dS after it. kClears: the
-  // tile may have starts of segments, at which the state is cleared. Then nothing else waits for dY S of floats,
-  // which is apart: nvcc would serialize two such functions in one kernel.
+  // tile has starts of segments, at which the state is cleared, or of floats it may have. Floats have one function
+  // for both, with dY S apart, since nvcc serializes the products of two.
   template <bool kClears>
   __device__ void StateProducts(int tile, bool far, const float (&factors)[2],
                                 const Accumulator<8>& s, TileGradients& d) const {
