@@ -73,12 +73,14 @@ def test_matrix_units_with_any_decay(
     check(Run(op, "ffi"), case, precision=None)
 
 
-@pytest.mark.parametrize("decay", OPERATORS["wkv7"].decays)
+@pytest.mark.parametrize(
+    ("op", "decay"), [(op, decay) for op in OPS_ON_MATRIX_UNITS for decay in OPERATORS[op].decays]
+)
 @pytest.mark.parametrize("regime", ["model", "steep", "near 0", "near 1", "mixed", "extreme"])
-def test_float32_on_matrix_units(regime: str, decay: str) -> None:
+def test_float32_on_matrix_units(regime: str, op: str, decay: str) -> None:
     case = Case(1, 1000, 3, 64, decay=decay, regime=regime)
-    right = expected("wkv7", *operands("wkv7", case), decay=decay)
-    assert_right(_run("wkv7", case), right, tolerance.TWO_TERMS)
+    right = expected(op, *operands(op, case), decay=decay)
+    assert_right(_run(op, case), right, tolerance.TWO_TERMS)
 
 
 @pytest.mark.parametrize(

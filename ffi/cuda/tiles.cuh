@@ -123,12 +123,14 @@ __device__ void LogDecays(const uint32_t (&w)[4], Decay form, float least, uint3
 }
 
 // The same for floats, in terms of float16: w[i] has the two elements that a pair of a 16-bit type has.
-__device__ inline void LogDecays(const float (&w)[4][2], Decay form, float least, uint32_t present,
-                                 uint32_t (&log_decays)[2][4]) {
+template <Decay kLast = Decay::kSigmoid>
+__device__ void LogDecays(const float (&w)[4][2], Decay form, float least, uint32_t present,
+                          uint32_t (&log_decays)[2][4]) {
   const auto scaled = [&](float w) {
-    return form == Decay::kSigmoid ? ScaledLogDecay<Decay::kSigmoid>(w, least)
-           : form == Decay::kExp   ? ScaledLogDecay<Decay::kExp>(w, least)
-                                   : ScaledLogDecay<Decay::kLog>(w, least);
+    if (kLast == Decay::kSigmoid && form == Decay::kSigmoid)
+      return ScaledLogDecay<Decay::kSigmoid>(w, least);
+    return form == Decay::kExp ? ScaledLogDecay<Decay::kExp>(w, least)
+                               : ScaledLogDecay<Decay::kLog>(w, least);
   };
 #pragma unroll
   for (int i = 0; i < 4; ++i) {

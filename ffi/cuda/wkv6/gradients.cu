@@ -56,7 +56,12 @@
 // panels of 64, which are taken one after another from KeepStateGradients on: the main loop only adds up
 // what each panel gives (AddStateProducts), and the gradients of the tiles follow.
 //
-// Who waits for whom. All threads meet at these barriers; there are no others.
+// A multiprocessor has one block of floats. So that more warps hide each other's latency, that has a third
+// warpgroup. It copies v and dy, and has TokenProducts of all tiles while the others scale operands, and then
+// ValueGradients. It carries dS in its registers, and shares it with warpgroup 1 as floats.
+//
+// Who waits for whom. All threads meet at these barriers; there are no others. Of floats the third warpgroup is
+// not at kCopied and kStateKept, and alone at kValuesCopied.
 //
 //   barrier           threads wait until all others have...   because next they...
 //   kCopied           copied r, k, v, dy and w, and stored    scale tiles that others copied; put dS in
@@ -68,9 +73,13 @@
 //                     values, and copied that of the second   the place of the dS before it
 //   kStateCopied      copied S of the second panel            load it
 //   kOperandsTaken    finished with Rt of all tiles and S,    put dR, dK and dW in the place of
-//                     and kept dS after each tile             Rt, Kb and S; copy the next dS there
+//                     and kept dS after each tile; put dV     Rt, Kb and S; copy the next dS there;
+//                     in place (floats)                       store dV as whole rows (floats)
 //   kGradientsStaged  put gradients and sums in place, and    store them as whole rows, and copy the
 //                     finished with the chunk                 chunk before it
+//   kValuesCopied     copied v and dy (floats)                multiply them by each other
+//   kStateKept        kept dS after each tile, and loaded S   load dS, and put dW in the place of S
+//                     (floats)
 #include "fragment.cuh"
 #include "wkv6/decays.cuh"
 
@@ -78,13 +87,19 @@ namespace rwkv_jax::cuda {
 namespace {
 
 // A tile is also far if one token decays further than this, in log2. The pairs of tokens that
-// cancel in dlog d are rounded, and that error would hide what passes a token that keeps so little.
-// The second constant is the first one as a scaled log decay in float16.
-constexpr float kMaxTokenLog2 = 12.0f;
-constexpr uint32_t kMaxTokenBits = 0x6a00;
-static_assert(kMaxTokenLog2 * kLogScale == 3072.0f, "0x6a00 is 3072");
+// cancel in dlog d are rounded, and that error would hide what passes a token that keeps so little. Of floats
+// less may be hidden. The second constant is the first one as a scaled log decay in float16.
+template <typename T>
+constexpr float kMaxTokenLog2 = std::is_same_v<T, float> ? 3.0f : 12.0f;
+template <typename T>
+constexpr uint32_t kMaxTokenBits = std::is_same_v<T, float> ? 0x6200 : 0x6a00;
+static_assert(kMaxTokenLog2<float> * kLogScale == 768.0f, "0x6200 is 768");
+static_assert(kMaxTokenLog2<__half> * kLogScale == 3072.0f, "0x6a00 is 3072");
 
-constexpr int kThreads = 256;  // two warpgroups
+constexpr int kThreads = 256;  // two warpgroups, to which floats add a third one
+constexpr int kValueThreads = 128;
+template <typename T>
+constexpr int kAllThreads = kThreads + (kTermsOf<T> > 1 ? kValueThreads : 0);
 constexpr int kTilesPerWarpgroup = kChunkTiles / 2;
 // Whether dV is computed here, or by the reverse scan.
 template <int N>
@@ -105,9 +120,10 @@ __device__ inline unsigned HeadsOf(const Wkv6Call& call) {
 }
 
 // Byte offsets in shared memory. Names say what is there in the main loop; a comment says what
-// else.
-template <int N>
+// else. Floats have terms, but S and dS are floats as they come, and gradients as they are staged.
+template <typename T, int N>
 struct GradientLayout {
+  static constexpr int kPanelBytes = kPanelTermsBytes<T>, kTileBytes = kTileTermsBytes<T>;
   // Panels of 64 tokens by 64 channels, or of a state.
   static constexpr int kR = 0;                               // r, then Rt, then dr
   static constexpr int kKh = kR + kPanelBytes;               // k, then Kh
@@ -135,9 +151,10 @@ struct GradientLayout {
   static constexpr int kDsAfter = kSums + 4 * kPanelCols * 4;
   static constexpr int kBytes = kDsAfter + (kChunkTiles - !kHasValues<N>)*kPanelBytes;
   // Where a block cannot have so much, dS after the last tile goes to local memory.
-  static constexpr int kLeastBytes = kHasValues<N> ? kBytes - kPanelBytes : kBytes;
+  static constexpr int kLeastBytes =
+      kHasValues<N> && kTermsOf<T> == 1 ? kBytes - kPanelBytes : kBytes;
 };
-static_assert(GradientLayout<64>::kLeastBytes <= kLeastSharedMemory);
+static_assert(GradientLayout<__half, 64>::kLeastBytes <= kLeastSharedMemory);
 
 // The barriers of the kernels in the order in which threads pass them; the table above says who
 // waits for what. All are barrier 0, at which the warpgroups wait in different places: the name is for
@@ -148,11 +165,23 @@ enum Barrier {
   kStateTaken,
   kPanelDone,
   kStateCopied,
+  kStateKept,
   kOperandsTaken,
-  kGradientsStaged
+  kGradientsStaged,
+  kValuesCopied
 };
 
-__device__ inline void WaitForAll(Barrier) { Synchronize(0, kThreads); }
+template <typename T>
+__device__ void WaitForAll(Barrier) {
+  Synchronize(0, kAllThreads<T>);
+}
+// The first two warpgroups.
+template <typename T>
+__device__ void WaitForTwo(Barrier) {
+  Synchronize(kTermsOf<T> > 1 ? 1 : 0, kThreads);
+}
+// The third warpgroup.
+__device__ inline void WaitForValues(Barrier) { Synchronize(2, kValueThreads); }
 
 // Calls fn(n, i, e) for each register n of a left operand, which has the elements (i, e) and (i, e
 // + 1) of an Accumulator<2>.
@@ -163,9 +192,10 @@ __device__ void ForEachPair(Fn&& fn) {
 }
 
 // Adds to each element the sum of x over the tokens, which are the columns, that come later, or
-// sooner. The sums are products of x with ones. x is split into two parts of 10 bits each, as much
+// sooner. The sums are products of x with ones. x is split into kParts of 10 bits each, as much
 // as a product sees of an operand, so that nothing is lost that counts.
-__device__ inline void AddSums(const Accumulator<2>& x, bool later, Accumulator<2>& sum) {
+template <int kParts>
+__device__ void AddSums(const Accumulator<2>& x, bool later, Accumulator<2>& sum) {
   // A left operand has the 8 columns of a half in another order: the even ones, and then the odd
   // ones.
   const int row = 2 * (Lane() % 4), col = Lane() / 4;
@@ -173,30 +203,37 @@ __device__ inline void AddSums(const Accumulator<2>& x, bool later, Accumulator<
   const float odd = (later ? row + 1 > col : row + 1 < col) ? 1.0f : 0.0f;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float high[4], low[4];
+    float parts[kParts][4];
     constexpr int kOrder[4] = {0, 2, 1, 3};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float element = x[half][kOrder[i]];
-      high[i] = __uint_as_float(__float_as_uint(element) & 0xffffe000u);
-      low[i] = element - high[i];
+      float rest = x[half][kOrder[i]];
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        parts[part][i] =
+            part + 1 < kParts ? __uint_as_float(__float_as_uint(rest) & 0xffffe000u) : rest;
+        rest -= parts[part][i];
+      }
     }
-    WarpMultiplyFloat(sum[half], high, even, odd);
-    WarpMultiplyFloat(sum[half], low, even, odd);
-    if (later == (half == 1)) {
-      WarpMultiplyFloat(sum[1 - half], high, 1.0f, 1.0f);
-      WarpMultiplyFloat(sum[1 - half], low, 1.0f, 1.0f);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      WarpMultiplyFloat(sum[half], parts[part], even, odd);
+      if (later == (half == 1)) WarpMultiplyFloat(sum[1 - half], parts[part], 1.0f, 1.0f);
     }
   }
 }
 
-// Widens the left operands of 64 columns to the elements of an accumulator.
-__device__ inline void Widen(const Left (&x)[kColumnTiles], Accumulator<8>& s) {
+// 64 columns of a state as left operands.
+template <typename T>
+using StateOperand = Left[kColumnTiles][kTermsOf<T>];
+
+// Widens them to the elements of an accumulator.
+__device__ inline void Widen(const Left (&x)[kColumnTiles][1], Accumulator<8>& s) {
 #pragma unroll
   for (int column = 0; column < kColumnTiles; ++column)
     ForEachPair([&](int n, int i, int e) {
-      s[2 * column + i][e] = Bf16::Low(x[column][n]);
-      s[2 * column + i][e + 1] = Bf16::High(x[column][n]);
+      s[2 * column + i][e] = Bf16::Low(x[column][0][n]);
+      s[2 * column + i][e + 1] = Bf16::High(x[column][0][n]);
     });
 }
 
@@ -209,16 +246,17 @@ __device__ inline void ScaleRows(const float (&factors)[2], Accumulator<8>& s) {
 // an Accumulator<2>.
 struct FarPairs {
   float r[2][4], k[2][4];  // r and k themselves
+  float passed[2][4];      // the log2 decays between a token and the token that reads
   float dr[2][4];          // sum over earlier tokens j of dA_ij k_j times the decay between i and j
   float dk[2][4];          // sum over later tokens i of dA_ij r_i times the decay between i and j
   float dlog[2][4];  // sum over the pairs of tokens j < t < i of r_i dA_ij k_j times that decay
 };
 
 // Loads r and k of a far tile and adds up its pairs of tokens, for the channels `channel` and
-// channel + 8. `da` points to the packed dA of the tile.
+// channel + 8, whose log2 decays are `own_decays`. `da` points to the packed dA of the tile.
 template <typename T>
 __device__ void AddFarPairs(const unsigned char* da, const RawTile<T>& raw, int channel,
-                            const DecaySums& sums, FarPairs& pairs) {
+                            const float (&own_decays)[2][4], FarPairs& pairs) {
   const int lane = Lane(), own = 2 * (lane % 4);
   ForEachElement<2>([&](int i, int e) {
     const int token = 8 * i + own + e % 2;
@@ -237,11 +275,18 @@ __device__ void AddFarPairs(const unsigned char* da, const RawTile<T>& raw, int 
 #pragma unroll 1
   for (int i = 1; i < kTileTokens; ++i) {
     const unsigned char* const row_of_da = da + i / 8 * 256 + i % 8 * 16 + own * 2;
-    const uint32_t d[2] = {*reinterpret_cast<const uint32_t*>(row_of_da),
-                           *reinterpret_cast<const uint32_t*>(row_of_da + 128)};
+    float d[2][2] = {};
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int term = 0; term < kTermsOf<T>; ++term) {
+        const uint32_t pair =
+            *reinterpret_cast<const uint32_t*>(row_of_da + 128 * half + kTileBytes * term);
+        d[half][0] += Bf16::Low(pair), d[half][1] += Bf16::High(pair);
+      }
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      const float before = of(sums.before, i, row), r = of(pairs.r, i, row);
+      const float own_decay = of(own_decays, i, row), r = of(pairs.r, i, row);
       float sooner = 0.0f;  // what token i reads of the tokens in the halves before this one
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -249,9 +294,8 @@ __device__ void AddFarPairs(const unsigned char* da, const RawTile<T>& raw, int 
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const int j = 8 * half + own + e, at = 2 * row + e;
-          const float decayed = j < i ? (e ? Bf16::High(d[half]) : Bf16::Low(d[half])) *
-                                            Exp2(before - sums.upto[half][at])
-                                      : 0.0f;
+          const float decayed = j < i ? d[half][e] * Exp2(pairs.passed[half][at]) : 0.0f;
+          if (j < i) pairs.passed[half][at] += own_decay;
           pairs.dk[half][at] += decayed * r;
           read[e] = decayed * pairs.k[half][at];
         }
@@ -300,7 +344,9 @@ struct ParameterSums {
 // in use.
 template <typename T, int N, bool kConstant, bool kMarked>
 struct ChunkGradients {
-  using L = GradientLayout<N>;
+  using L = GradientLayout<T, N>;
+  static constexpr int kTerms = kTermsOf<T>;
+  using StateOperand = cuda::StateOperand<T>;
 
   const Wkv6BackwardCall& call;
   // Of heads of 128, dS after each chunk in global memory; of 64, kKeptPieces of the local memory of
@@ -343,10 +389,12 @@ struct ChunkGradients {
                                                    unsigned own_head, const Span& span,
                                                    int64_t index) {
     const int64_t first_token = index * kChunkTokens, left = span.tokens - first_token;
-    return {((span.first_token + first_token) * HeadsOf(call) + own_head) * N + FirstChannel(),
-            static_cast<int>(HeadsOf(call)) * N,
-            static_cast<int>(left < kChunkTokens ? left : kChunkTokens),
-            (kMarked ? ChunkMarks(call.marks, sequence, index) : ChunkMarks()).absent};
+    return {
+        ((span.first_token + first_token) * HeadsOf(call) + own_head) * N + FirstChannel(),
+        static_cast<int>(HeadsOf(call)) * N,
+        static_cast<int>(left < kChunkTokens ? left : kChunkTokens),
+        (HasMarks<T, kMarked>(call.marks) ? ChunkMarks(call.marks, sequence, index) : ChunkMarks())
+            .absent};
   }
 
   // Goes on to the chunk before this one. Opaque, or else what follows from the lane would be computed once
@@ -356,7 +404,7 @@ struct ChunkGradients {
     saved -= HeadsOf(call);
     copier.first -= static_cast<int64_t>(kChunkTokens) * copier.stride;
     copier.tokens = kChunkTokens;
-    if constexpr (kMarked) {
+    if (HasMarks<T, kMarked>(call.marks)) {
       marks -= kChunkTiles;
       copier.absent = ChunkMarks(*reinterpret_cast<const uint4*>(marks)).absent;
     }
@@ -368,9 +416,10 @@ struct ChunkGradients {
   static __device__ int FirstChannel() {
     return kPanels<N> == 1 ? 0 : static_cast<int>(blockIdx.x % kPanels<N>) * kPanelCols;
   }
+  static constexpr int kStateRowPieces = kTerms * N / 8;
   // The state of the chunk, in pieces of 16 bytes.
   __device__ int64_t ChunkState() const {
-    return (kHasValues<N> ? saved : blockIdx.x / kPanels<N>)*int64_t{N * N / 8};
+    return (kHasValues<N> ? saved : blockIdx.x / kPanels<N>)*int64_t{N * kStateRowPieces};
   }
   __device__ float* Floats(int at) const { return reinterpret_cast<float*>(memory + at); }
   // The rows of a panel that are the tokens of a tile.
@@ -378,9 +427,14 @@ struct ChunkGradients {
     return shared + panel + tile * kTileStride;
   }
   // Matrix number `index` of an array of packed matrices of tokens by tokens.
-  __device__ uint32_t Packed(int at, int index) const { return shared + at + index * kTileBytes; }
+  __device__ uint32_t Packed(int at, int index) const {
+    return shared + at + index * L::kTileBytes;
+  }
   __device__ float* FactorsOf(int tile) const { return Floats(L::kFactors) + tile * kFactorFloats; }
   __device__ int FirstTile() const { return warpgroup * kTilesPerWarpgroup; }
+  __device__ ChunkCopier<kValueThreads> ValueCopier() const {
+    return {copier.first, copier.stride, copier.tokens, copier.absent};
+  }
   // D of the tokens that a lane has as columns of an accumulator.
   __device__ const float* DOf(int tile) const {
     return Floats(L::kD) + kTileTokens * tile + 2 * (lane % 4);
@@ -394,7 +448,8 @@ struct ChunkGradients {
   __device__ bool IsFar(int tile) const { return FarByHalf(tile, warp / 2) != 0.0f; }
   // Marks are read again wherever they are needed: there are no registers to keep them.
   __device__ RowMarks MarksOf(int tile) const {
-    return RowMarks(kMarked ? marks[tile] : 0u, copier.tokens - kTileTokens * tile);
+    return RowMarks(HasMarks<T, kMarked>(call.marks) ? marks[tile] : 0u,
+                    copier.tokens - kTileTokens * tile);
   }
   // Opaque for the same reason as in GoBack: far tiles alone need rows of the stride.
   __device__ RawTile<T> RawTileOf(int tile) const {
@@ -409,9 +464,10 @@ struct ChunkGradients {
       factors[i] = FactorsOf(tile)[lane / 8 * kFactorStride + 4 * warp + 2 * i + lane / 4 % 2];
   }
   // Clears the tokens of a left operand that do not see the state before the tile.
-  __device__ void KeepReadersOfState(int tile, Left& tokens) const {
+  __device__ void KeepReadersOfState(int tile, Left (&tokens)[kTerms]) const {
     if (const RowMarks marks = MarksOf(tile); marks.clears != 0)
-      KeepTokens(0, marks.FirstCleared(), tokens);
+#pragma unroll
+      for (Left& term : tokens) KeepTokens(0, marks.FirstCleared(), term);
   }
   // Local memory that the compiler cannot put into registers.
   __device__ uint4* Kept() const { return ds_memory + Opaque(0); }
@@ -423,22 +479,25 @@ struct ChunkGradients {
     if (kHasValues<N> && tile == kChunkTiles - 1 && keeps_last_ds_there)
       fn(Kept(), 1);
     else
-      fn(reinterpret_cast<uint4*>(memory + L::kDsAfter + tile * kPanelBytes) + threadIdx.x % 128,
+      fn(reinterpret_cast<uint4*>(memory + L::kDsAfter + tile * L::kPanelBytes) + threadIdx.x % 128,
          128);
   }
-  __device__ void KeepStateGradient(int tile, const Left (&x)[kColumnTiles]) const {
+  __device__ void KeepStateGradient(int tile, const StateOperand& x) const {
     WithStateGradientAfter(tile, [&](uint4* at, int stride) {
 #pragma unroll
-      for (int column = 0; column < kColumnTiles; ++column)
-        at[stride * column] = {x[column][0], x[column][1], x[column][2], x[column][3]};
+      for (int i = 0; i < kColumnTiles * kTerms; ++i) {
+        const Left& four = x[i / kTerms][i % kTerms];
+        at[stride * i] = {four[0], four[1], four[2], four[3]};
+      }
     });
   }
-  __device__ void RecallStateGradient(int tile, Left (&x)[kColumnTiles]) const {
+  __device__ void RecallStateGradient(int tile, StateOperand& x) const {
     WithStateGradientAfter(tile, [&](const uint4* at, int stride) {
 #pragma unroll
-      for (int column = 0; column < kColumnTiles; ++column) {
-        const uint4 four = at[stride * column];
-        x[column][0] = four.x, x[column][1] = four.y, x[column][2] = four.z, x[column][3] = four.w;
+      for (int i = 0; i < kColumnTiles * kTerms; ++i) {
+        const uint4 four = at[stride * i];
+        Left& to = x[i / kTerms][i % kTerms];
+        to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
       }
     });
   }
@@ -448,26 +507,49 @@ struct ChunkGradients {
     return TileAddressByRows(Rows(panel, tile), 0, warp);
   }
   __device__ void LoadByChannel(int panel, int tile, float (&to)[2][4]) const {
-    uint32_t x[4];
-    LoadTransposed(ByChannel(panel, tile), x);
-    ForEachPair(
-        [&](int n, int i, int e) { to[i][e] = Bf16::Low(x[n]), to[i][e + 1] = Bf16::High(x[n]); });
+#pragma unroll
+    for (int term = 0; term < kTerms; ++term) {
+      uint32_t x[4];
+      LoadTransposed(ByChannel(panel, tile) + term * kPanelBytes, x);
+      ForEachPair([&](int n, int i, int e) {
+        const float low = Bf16::Low(x[n]), high = Bf16::High(x[n]);
+        to[i][e] = term == 0 ? low : to[i][e] + low;
+        to[i][e + 1] = term == 0 ? high : to[i][e + 1] + high;
+      });
+    }
+  }
+  // Loads the 16 channels of a warp of a tile as a left operand.
+  __device__ void LoadLeftByChannel(int panel, int tile, Left (&x)[kTerms]) const {
+#pragma unroll
+    for (int term = 0; term < kTerms; ++term)
+      LoadLeftTransposed(Rows(panel, tile) + term * kPanelBytes, 0, warp, x[term]);
   }
   // Rounds gradients of a tile and puts them where the epilogue takes them from.
   __device__ void Stage(int panel, int tile, const Accumulator<2>& x) const {
-    uint32_t rounded[4];
-    Round<T>(x[0], x[1], rounded);
-    StoreTransposed(ByChannel(panel, tile), rounded);
+    if constexpr (kTerms > 1) {
+      StoreFloats(shared + panel, tile, warp, x);
+    } else {
+      uint32_t rounded[4];
+      Round<T>(x[0], x[1], rounded);
+      StoreTransposed(ByChannel(panel, tile), rounded);
+    }
   }
   // Adds to gradients that are staged already.
   __device__ void AddToStaged(int panel, int tile, const Accumulator<2>& x) const {
-    uint32_t staged[4], rounded[4];
-    LoadTransposed(ByChannel(panel, tile), staged);
-    ForEachPair([&](int n, int i, int e) {
-      rounded[n] =
-          Pair<T>::Round(Pair<T>::Low(staged[n]) + x[i][e], Pair<T>::High(staged[n]) + x[i][e + 1]);
-    });
-    StoreTransposed(ByChannel(panel, tile), rounded);
+    if constexpr (kTerms > 1) {
+      Accumulator<2> sum;
+      LoadFloats(shared + panel, tile, warp, sum);
+      ForEachElement<2>([&](int i, int e) { sum[i][e] += x[i][e]; });
+      StoreFloats(shared + panel, tile, warp, sum);
+    } else {
+      uint32_t staged[4], rounded[4];
+      LoadTransposed(ByChannel(panel, tile), staged);
+      ForEachPair([&](int n, int i, int e) {
+        rounded[n] = Pair<T>::Round(Pair<T>::Low(staged[n]) + x[i][e],
+                                    Pair<T>::High(staged[n]) + x[i][e + 1]);
+      });
+      StoreTransposed(ByChannel(panel, tile), rounded);
+    }
   }
 
   // --- Prologue.
@@ -475,14 +557,14 @@ struct ChunkGradients {
   // All threads start to copy the operands of the chunk, and then S, and dS of heads of 128, in two
   // groups of copies.
   __device__ void LoadOperands() const {
-    if constexpr (!kConstant) copier.Copy(shared + L::kW, call.w);
-    copier.Copy(shared + L::kR, call.r);
-    copier.Copy(shared + L::kKh, call.k);
+    if constexpr (!kConstant) copier.Copy(shared + L::kW, static_cast<const T*>(call.w));
+    copier.Copy(shared + L::kR, static_cast<const T*>(call.r));
+    copier.Copy(shared + L::kKh, static_cast<const T*>(call.k));
 #pragma unroll
-    for (int p = 0; p < kPanels<N>; ++p) {
+    for (int p = 0; p < (kTerms > 1 ? 0 : kPanels<N>); ++p) {
       const int offset = kPanels<N> == 1 ? 0 : p * kPanelCols - FirstChannel();
-      copier.Copy(shared + L::kV + p * kPanelBytes, call.v, offset);
-      copier.Copy(shared + L::kDy + p * kPanelBytes, call.dy, offset);
+      copier.Copy(shared + L::kV + p * L::kPanelBytes, static_cast<const T*>(call.v), offset);
+      copier.Copy(shared + L::kDy + p * L::kPanelBytes, static_cast<const T*>(call.dy), offset);
     }
     CommitCopies();
     CopyStates(0, [&](uint32_t to, int64_t from) {
@@ -491,16 +573,29 @@ struct ChunkGradients {
     });
   }
 
-  // Lets L2 fetch what will be copied of the chunk before this one: a thread has 32 bytes of each array.
+  // The third warpgroup of floats copies v and dy.
+  __device__ void LoadValues() const {
+    ValueCopier().Copy(shared + L::kV, static_cast<const T*>(call.v));
+    ValueCopier().Copy(shared + L::kDy, static_cast<const T*>(call.dy));
+    CommitCopies();
+  }
+
+  // Lets L2 fetch what will be copied of the chunk before this one: a thread has 32 bytes of each array, or of
+  // floats 64.
   __device__ void FetchChunkBefore() const {
     static_assert(kThreads * 32 == kPanelBytes && kHasValues<N>);
     const int row = threadIdx.x / 4 - kChunkTokens, col = threadIdx.x % 4 * 16;
     const int64_t at = copier.first + static_cast<int64_t>(row) * copier.stride + col;
-    for (const void* const array : {call.r, call.k, call.v, call.dy})
-      Prefetch(static_cast<const T*>(array) + at);
-    if constexpr (!kConstant) Prefetch(static_cast<const T*>(call.w) + at);
-    Prefetch(static_cast<const uint4*>(call.states) + ChunkState() -
-             HeadsOf(call) * int64_t{N * N / 8} + 2 * threadIdx.x);
+    const uint4* const states = static_cast<const uint4*>(call.states) + ChunkState() -
+                                HeadsOf(call) * int64_t{N * kStateRowPieces};
+#pragma unroll
+    for (int term = 0; term < kTerms; ++term) {
+      const int64_t own = at + 16 / kTerms * term;
+      for (const void* const array : {call.r, call.k, call.v, call.dy})
+        Prefetch(static_cast<const T*>(array) + own);
+      if constexpr (!kConstant) Prefetch(static_cast<const T*>(call.w) + own);
+      Prefetch(states + 2 * (kTerms * threadIdx.x + term));
+    }
   }
 
   // Starts to copy the rows of the states of a panel of values, and the columns of this block, as a group
@@ -509,13 +604,19 @@ struct ChunkGradients {
   template <typename Copy>
   __device__ void CopyStates(int panel, Copy&& copy) const {
     constexpr int kRows = kThreads / 8;
-    const int row = threadIdx.x / 8;
-    const uint32_t to = PieceAddress(shared, row, threadIdx.x % 8);
-    const int64_t from = ChunkState() + panel * kPanelCols * (N / 8) + FirstChannel() / 8 +
-                         threadIdx.x + row * (N / 8 - 8);
+    const int row = threadIdx.x / 8, piece = threadIdx.x % 8;
+    const uint32_t to = PieceAddress(shared, row, piece);
+    const int64_t from = ChunkState() + panel * kPanelCols * kStateRowPieces + FirstChannel() / 8 +
+                         threadIdx.x + row * (kStateRowPieces - 8);
 #pragma unroll
     for (int i = 0; i < kPanelCols / kRows; ++i)
-      copy(to + i * kRows * kRowBytes, from + i * kRows * (N / 8));
+#pragma unroll
+      for (int term = 0; term < kTerms; ++term) {
+        // Of floats as ForEachPiece.
+        const int behind = kTerms == 1 ? 0 : piece / 2 * 2 + 2 * term;
+        copy(to + i * kRows * kRowBytes + term * kPanelBytes,
+             from + i * kRows * kStateRowPieces + behind);
+      }
     CommitCopies();
   }
 
@@ -546,10 +647,14 @@ struct ChunkGradients {
   // have to be bfloat16.
   __device__ void WaitForOperands() const {
     WaitForCopies<1>();
+    if constexpr (kTerms == 1) ConvertValues<kThreads>();
+  }
+  template <int kCopyThreads>
+  __device__ void ConvertValues() const {
 #pragma unroll
     for (int p = 0; p < kPanels<N>; ++p) {
-      ConvertOwnPieces<T, kThreads>(memory + L::kV + p * kPanelBytes);
-      ConvertOwnPieces<T, kThreads>(memory + L::kDy + p * kPanelBytes);
+      ConvertOwnPieces<T, kCopyThreads>(memory + L::kV + p * L::kPanelBytes);
+      ConvertOwnPieces<T, kCopyThreads>(memory + L::kDy + p * L::kPanelBytes);
     }
   }
 
@@ -575,18 +680,22 @@ struct ChunkGradients {
         SumByToken(decays, tile, column, present, sums[i]);
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-          far |=
-              decays.constant[16 * column + e / 2 * 8 + 2 * (Lane() % 4) + e % 2] < -kMaxTokenLog2;
+          far |= decays.constant[16 * column + e / 2 * 8 + 2 * (Lane() % 4) + e % 2] <
+                 -kMaxTokenLog2<T>;
       } else {
-        uint32_t log_decays[4];
+        uint32_t log_decays[kTerms][4];
         decays.Load(tile, column, present, log_decays);
         SumByToken(log_decays, sums[i]);
         // Without their signs float16s compare as integers.
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-          far |= (log_decays[e] & 0x7fffu) > kMaxTokenBits ||
-                 (log_decays[e] >> 16 & 0x7fffu) > kMaxTokenBits;
-        StoreTransposed(TileAddress(decays.w_panel, 16 * tile, column), log_decays);
+          far |= (log_decays[0][e] & 0x7fffu) > kMaxTokenBits<T> ||
+                 (log_decays[0][e] >> 16 & 0x7fffu) > kMaxTokenBits<T>;
+        if constexpr (kTerms > 1) __syncwarp();  // all lanes have read what others overwrite
+#pragma unroll
+        for (int term = 0; term < kTerms; ++term)
+          StoreTransposed(TileAddress(decays.w_panel + term * kPanelBytes, 16 * tile, column),
+                          log_decays[term]);
       }
 #pragma unroll
       for (int e = 0; e < 4; ++e) far |= !(sums[i].upto[e / 2][2 + e % 2] >= -kMaxTileLog2);
@@ -602,41 +711,38 @@ struct ChunkGradients {
                               Accumulator<2>& bonus) const {
     const bool clears = marks.clears != 0;
     const float* const u = Floats(L::kU);
-    const uint32_t here = TileAddress(0, 16 * tile, column);
     float total[2][2];
     LastRow(sums, total);
     const float factor[2][2] = {{Exp2(total[0][0]), Exp2(total[0][1])},
                                 {Exp2(total[1][0]), Exp2(total[1][1])}};
     StoreFactors(column, factor, clears, FactorsOf(tile));
-    uint32_t r[4], k[4], e[4], x[4];
-    LoadMatrices(shared + L::kR + here, r);
-    LoadMatrices(shared + L::kKh + here, k);
-    ForEachPair([&](int n, int half, int) {
-      r[n] = ToBf16<T>(r[n]), k[n] = ToBf16<T>(k[n]);
-      const float* const pair = u + 16 * column + 8 * half + 2 * (Lane() % 4);
-      x[n] = Bf16::Multiply(r[n], Bf16::Round(pair[0], pair[1]));
-    });
-    if constexpr (kHasValues<N>) AddTokenProducts(bonus, x, k);
-    if (far) {
-      Exponentials([&](int i, int j) { return total[i][j % 2] - sums.upto[i][j]; }, e);
-      MultiplyPairs(k, e, x);
-    } else {
-      uint32_t to_end[4];
-      ForEachPair([&](int n, int i, int j) {
-        const float low = Exp2(-sums.upto[i][j]), high = Exp2(-sums.upto[i][j + 1]);
-        e[n] = Bf16::Round(low, high);
-        to_end[n] = Bf16::Round(low * factor[i][0], high * factor[i][1]);
-      });
-      MultiplyPairs(k, to_end, x);
-      MultiplyPairs(k, e, k);
+    Two<T> r[4], k[4];
+    LoadTile<T>(shared + L::kR, tile, column, r);
+    LoadTile<T>(shared + L::kKh, tile, column, k);
+    if constexpr (kHasValues<N>) {
+      const auto u_of = [&](int n) {
+        const float* const pair = u + 16 * column + n / 2 * 8 + 2 * (Lane() % 4);
+        if constexpr (kTerms > 1)
+          return float2{pair[0], pair[1]};
+        else
+          return Bf16::Round(pair[0], pair[1]);
+      };
+      AddBonus<T>(r, k, u_of, bonus);
     }
-    if (clears) KeepRowsBetween(marks.LastCleared(), kTileTokens, x);
-    StoreMatrices(shared + L::kKh + here, x);
-    StoreMatrices(shared + L::kKb + here, k);
-    Exponentials([&](int i, int j) { return sums.before[i][j]; }, e);
-    MultiplyPairs(r, e, r);
-    StoreMatrices(shared + L::kR + here, r);
-    if constexpr (kHasValues<N>) AddTokenProducts(a, r, k);
+    Left rt[kTerms], kh[kTerms], kb[kTerms];
+    if (far) {
+      ScaleTile<T>(k, [&](int i, int j) { return Exp2(sums.ToEnd<T>(i, j, total[i][j % 2])); }, kh);
+      ScaleTile<T>(k, [](int, int) { return 1.0f; }, kb);
+    } else {
+      ScaleTile<T>(k, [&](int i, int j) { return Exp2(-sums.upto[i][j]) * factor[i][j % 2]; }, kh);
+      ScaleTile<T>(k, [&](int i, int j) { return Exp2(-sums.upto[i][j]); }, kb);
+    }
+    if (clears) KeepRowsBetween(marks.LastCleared(), kTileTokens, kh);
+    StoreTile(shared + L::kKh, tile, column, kh);
+    StoreTile(shared + L::kKb, tile, column, kb);
+    ScaleTile<T>(r, [&](int i, int j) { return Exp2(sums.before[i][j]); }, rt);
+    StoreTile(shared + L::kR, tile, column, rt);
+    if constexpr (kHasValues<N>) AddTokenProducts(a, rt, kb);
   }
 
   // Leaves exp(G_L), Rt, Kh, Kb, whether the tile is far, and the share of A^T that these channels
@@ -659,15 +765,20 @@ struct ChunkGradients {
     }
     KeepLower(false, a);
     if (raw.marks.clears != 0) KeepSegments(raw.marks, a);
-    SetDiagonal(bonus, a);
+    SetDiagonal<T>(bonus, a);
+    Left rounded[kTerms];
+    Round(a[0], a[1], rounded);
     // In the transpose, the upper right and the lower left 8 x 8 matrix change places.
-    StoreTransposed(PackedTileAddress(Packed(L::kAt, 2 * tile + warpgroup)),
-                    {Bf16::Round(a[0][0], a[0][1]), Bf16::Round(a[1][0], a[1][1]),
-                     Bf16::Round(a[0][2], a[0][3]), Bf16::Round(a[1][2], a[1][3])});
+#pragma unroll
+    for (int term = 0; term < kTerms; ++term) {
+      const Left& x = rounded[term];
+      StoreTransposed(PackedTileAddress(Packed(L::kAt, 2 * tile + warpgroup) + term * kTileBytes),
+                      {x[0], x[2], x[1], x[3]});
+    }
   }
 
-  // Leaves dA and D of the tile (warpgroup 0: left is dY, right is V), or dA^T (warpgroup 1: left
-  // is V, right is dY). Needs the copied v and dy.
+  // Leaves dA and D of the tile (left is dY, right is V), or dA^T (left is V, right is dY). Needs the
+  // copied v and dy.
   __device__ void TokenProducts(int left, int right, int to) const {
     const int tile = warp;
     const RowMarks marks = MarksOf(tile);
@@ -675,11 +786,21 @@ struct ChunkGradients {
     Accumulator<2> da = {};
 #pragma unroll
     for (int i = 0; i < kPanels<N> * kColumnTiles; ++i) {
-      const int at = i / kColumnTiles * kPanelBytes, column = i % kColumnTiles;
-      uint32_t x[4], y[4];
-      LoadMatrices(TileAddress(shared + left + at, 16 * tile, column), x);
-      LoadMatrices(TileAddress(shared + right + at, 16 * tile, column), y);
-      AddTokenProducts(da, x, y);
+      const int at = i / kColumnTiles * L::kPanelBytes, column = i % kColumnTiles;
+      Left x[kTerms], y[kTerms];
+#pragma unroll
+      for (int term = 0; term < kTerms; ++term) {
+        const int from = at + term * kPanelBytes;
+        LoadMatrices(TileAddress(shared + left + from, 16 * tile, column), x[term]);
+        LoadMatrices(TileAddress(shared + right + from, 16 * tile, column), y[term]);
+      }
+      // In the same order: where pairs of tokens cancel, dA and dA^T have to be the same.
+      ForProducts<kTerms>([&](int i, int j) {
+        if (below)
+          AddTokenProducts(da, x[i], y[j]);
+        else
+          AddTokenProducts(da, x[j], y[i]);
+      });
     }
     float* const d = Floats(L::kD) + kTileTokens * tile;
     const int row = Lane() / 4, col = 2 * (Lane() % 4);
@@ -698,9 +819,11 @@ struct ChunkGradients {
         if (marks.clears != 0 && (below ? j < marks.SegmentBegin(i) : i < marks.SegmentBegin(j)))
           da[half][e] = 0.0f;
       }
-    Left rounded;
+    Left rounded[kTerms];
     Round(da[0], da[1], rounded);
-    StoreMatrices(PackedTileAddress(Packed(to, tile)), rounded);
+#pragma unroll
+    for (int term = 0; term < kTerms; ++term)
+      StoreMatrices(PackedTileAddress(Packed(to, tile) + term * kTileBytes), rounded[term]);
   }
 
   // --- The gradient of the state, from the last tile to the first.
@@ -709,11 +832,23 @@ struct ChunkGradients {
   static __device__ int StatePanel(int panel) { return panel % 2 == 0 ? L::kS : L::kDs; }
   static __device__ int GradientPanel(int panel) { return panel % 2 == 0 ? L::kDs : L::kS; }
 
-  // Loads a panel of a state with its columns (keys) as rows.
-  __device__ void LoadPanelTransposed(int at, Left (&x)[kColumnTiles]) const {
+  // Loads a panel of a state of bfloat16 with its columns (keys) as rows.
+  __device__ void LoadPanelTransposed(int at, StateOperand& x) const {
 #pragma unroll
     for (int column = 0; column < kColumnTiles; ++column)
-      LoadLeftTransposed(shared + at, 16 * column, warp, x[column]);
+      LoadLeftTransposed(shared + at, 16 * column, warp, x[column][0]);
+  }
+  // The same, also of floats, and rounded.
+  __device__ void LoadStatePanel(int at, StateOperand& x, Accumulator<8>& s) const {
+    if constexpr (kTerms > 1) {
+#pragma unroll
+      for (int column = 0; column < kColumnTiles; ++column)
+        LoadFloats(shared + at, column, warp, &s[2 * column]);
+      RoundPanel(s, x);
+    } else {
+      LoadPanelTransposed(at, x);
+      Widen(x, s);
+    }
   }
 
   // Warpgroup 0 keeps dS with its rows (values) as rows from chunk to chunk, for there are no registers
@@ -734,68 +869,89 @@ struct ChunkGradients {
       ds[i][2] = __uint_as_float(four.z), ds[i][3] = __uint_as_float(four.w);
     }
   }
-  // Leaves dS after the chunk, rounded, to warpgroup 1, which has its columns (keys) as rows.
+  // Leaves dS after the chunk, rounded or as floats, to warpgroup 1, which has its columns (keys) as rows.
   __device__ void ShareCarried(const Accumulator<8>& ds) const {
-    Left x[kColumnTiles];
-    RoundPanel(ds, x);
+    if constexpr (kTerms > 1) {
+      ForEachElement<8>([&](int fragment, int e) {
+        const uint32_t at = FloatOfTile(shared + L::kDs, warp, fragment / 2, lane / 4 + e / 2 * 8,
+                                        fragment % 2 * 8 + 2 * (lane % 4) + e % 2);
+        StoreWord(at, __float_as_uint(ds[fragment][e]));
+      });
+    } else {
+      StateOperand x;
+      RoundPanel(ds, x);
 #pragma unroll
-    for (int column = 0; column < kColumnTiles; ++column)
-      StoreMatrices(TileAddress(shared + L::kDs, 16 * warp, column), x[column]);
+      for (int column = 0; column < kColumnTiles; ++column)
+        StoreMatrices(TileAddress(shared + L::kDs, 16 * warp, column), x[column][0]);
+    }
   }
 
-  __device__ void LoadStateGradient(int panel, Left (&x)[kColumnTiles], Accumulator<8>& ds) const {
-    LoadPanelTransposed(GradientPanel(panel), x);
-    Widen(x, ds);
+  __device__ void LoadStateGradient(int panel, StateOperand& x, Accumulator<8>& ds) const {
+    LoadStatePanel(GradientPanel(panel), x, ds);
   }
 
-  // Warpgroup 0: stages dV = Kh dS^T + A^T dY of each tile, and moves dS on. Computes dV^T, in
+  // Stages dV = Kh dS^T + A^T dY of each tile, and moves dS on. Computes dV^T, in
   // which the values are rows.
   __device__ void ValueGradients(Accumulator<8>& ds) const {
 #pragma unroll 1
     for (int tile = kChunkTiles - 1; tile >= 0; --tile) {
-      Left dy;
-      LoadLeftTransposed(Rows(L::kDy, tile), 0, warp, dy);
+      Left dy[kTerms], seeing[kTerms];
+      LoadLeftByChannel(L::kDy, tile, dy);
+#pragma unroll
+      for (int i = 0; i < 4 * kTerms; ++i) seeing[i / 4][i % 4] = dy[i / 4][i % 4];
       Accumulator<2> dv;
-      Left after[kColumnTiles], seeing = {dy[0], dy[1], dy[2], dy[3]};
+      StateOperand after;
       KeepReadersOfState(tile, seeing);
       RoundPanel(ds, after);
       ScaleColumns(FactorsOf(tile), ds);
+      Accumulator<8> of_tile;
+      Accumulator<8>& sum = kTerms > 1 ? of_tile : ds;
       BeginProducts();
-      Multiply<false>(dv, dy, PackedTiles{Packed(L::kAt, 2 * tile)});
-      Multiply<true>(dv, dy, PackedTiles{Packed(L::kAt, 2 * tile + 1)});
+      Multiply<false>(dv, dy, PackedTiles{Packed(L::kAt, 2 * tile)}, kTileBytes);
+      Multiply<true>(dv, dy, PackedTiles{Packed(L::kAt, 2 * tile + 1)}, kTileBytes);
 #pragma unroll
       for (int column = 0; column < kColumnTiles; ++column)
-        Multiply<true>(dv, after[column], KAlongRows{Rows(L::kKh, tile), column});
+        Multiply<true>(dv, after[column], KAlongRows{Rows(L::kKh, tile), column}, kPanelBytes);
       CommitProducts();
-      Multiply<true>(ds, seeing, KDownRows{Rows(L::kR, tile)});
+      Multiply<kTerms == 1>(sum, seeing, KDownRows{Rows(L::kR, tile)}, kPanelBytes);
       CommitProducts();
       WaitForProducts<1>();
       Settle(dv);
-      StoreTransposed(TileAddress(Rows(L::kDs, tile), 0, warp),
-                      {Pair<T>::Round(dv[0][0], dv[0][1]), Pair<T>::Round(dv[1][0], dv[1][1]),
-                       Pair<T>::Round(dv[0][2], dv[0][3]), Pair<T>::Round(dv[1][2], dv[1][3])});
-      Finish(ds);
+      Stage(L::kDs, tile, dv);
+      Finish(sum);
+      AddTile(sum, ds);
     }
-    KeepCarried(ds);
+  }
+
+  // What a tile of floats adds to a state is summed apart, as of_tile in scan.cu.
+  __device__ void AddTile(const Accumulator<8>& of_tile, Accumulator<8>& s) const {
+    if constexpr (kTerms > 1)
+      ForEachElement<8>([&](int fragment, int e) { s[fragment][e] += of_tile[fragment][e]; });
+  }
+  // s += x y over the tokens of a tile, at once.
+  __device__ void AddProduct(const Left (&x)[kTerms], const KDownRows& y, Accumulator<8>& s) const {
+    Accumulator<8> of_tile;
+    Accumulator<8>& sum = kTerms > 1 ? of_tile : s;
+    BeginProducts();
+    Multiply<kTerms == 1>(sum, x, y, kPanelBytes);
+    CommitProducts();
+    Finish(sum);
+    AddTile(sum, s);
   }
 
   // Warpgroup 1: keeps dS^T after each tile in shared memory, rounded, and moves dS on. `rounded`
   // is dS after the chunk.
-  __device__ void KeepStateGradients(int panel, Left (&rounded)[kColumnTiles],
-                                     Accumulator<8>& ds) const {
+  __device__ void KeepStateGradients(int panel, StateOperand& rounded, Accumulator<8>& ds) const {
     if constexpr (kHasValues<N>) KeepStateGradient(kChunkTiles - 1, rounded);
 #pragma unroll 1
     for (int tile = kChunkTiles - 1; tile > 0; --tile) {
-      Left r;
+      Left r[kTerms];
       float factors[2];
-      LoadLeftTransposed(Rows(L::kR, tile), 0, warp, r);
+      LoadLeftByChannel(L::kR, tile, r);
       KeepReadersOfState(tile, r);
       LoadRowFactors(tile, factors);
       ScaleRows(factors, ds);
-      BeginProducts();
-      Multiply<true>(ds, r, KDownRows{Rows(L::kDy + panel * kPanelBytes, tile)});
-      CommitProducts();
-      Finish(ds);
+      AddProduct(r, KDownRows{Rows(L::kDy + panel * L::kPanelBytes, tile)}, ds);
       RoundPanel(ds, rounded);
       KeepStateGradient(tile - 1, rounded);
     }
@@ -803,35 +959,31 @@ struct ChunkGradients {
 
   // --- The state, from the first tile to the last. Both warpgroups have S^T, with keys as rows.
 
-  __device__ void LoadState(int panel, Left (&x)[kColumnTiles], Accumulator<8>& s) const {
-    LoadPanelTransposed(StatePanel(panel), x);
-    Widen(x, s);
+  __device__ void LoadState(int panel, StateOperand& x, Accumulator<8>& s) const {
+    LoadStatePanel(StatePanel(panel), x, s);
   }
 
   // S <- S diag(exp(G_L)) + V^T Kh: from the state before a tile to that after it.
   __device__ void AdvanceState(int panel, int tile, Accumulator<8>& s) const {
-    Left k;
+    Left k[kTerms];
     float factors[2];
-    LoadLeftTransposed(Rows(L::kKh, tile), 0, warp, k);
+    LoadLeftByChannel(L::kKh, tile, k);
     LoadRowFactors(tile, factors);
     ScaleRows(factors, s);
-    BeginProducts();
-    Multiply<true>(s, k, KDownRows{Rows(L::kV + panel * kPanelBytes, tile)});
-    CommitProducts();
-    Finish(s);
+    AddProduct(k, KDownRows{Rows(L::kV + panel * L::kPanelBytes, tile)}, s);
   }
 
   // --- Main loop: the gradients of one tile. A warp has 16 channels, and its warpgroup has all.
 
   // exp(G_L) sum_v S dS, of the two channels of a lane.
-  __device__ void Crossing(const Left (&before)[kColumnTiles], const Left (&after)[kColumnTiles],
+  __device__ void Crossing(const StateOperand& before, const StateOperand& after,
                            const float (&factors)[2], float (&crossing)[2]) const {
     // Only the diagonal is needed of the products of all channels with all channels. Lane / 8 of
     // the four lanes of a row has it.
     Accumulator<2> products = {};
 #pragma unroll
     for (int column = 0; column < kColumnTiles; ++column)
-      AddTokenProducts(products, before[column], after[column]);
+      AddTokenProducts<true>(products, before[column], after[column]);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float own = lane / 4 % 2 ? products[i][2 * i + 1] : products[i][2 * i];
@@ -839,41 +991,73 @@ struct ChunkGradients {
     }
   }
 
+  // Rt and Kb of a tile as left operands, Kb as 0 if the tile is far.
+  __device__ void LoadTokenOperands(int tile, bool far, Left (&r)[kTerms],
+                                    Left (&k)[kTerms]) const {
+    LoadLeftByChannel(L::kR, tile, r);
+    LoadLeftByChannel(L::kKb, tile, k);
+    if (far)
+#pragma unroll
+      for (Left& term : k) term[0] = term[1] = term[2] = term[3] = 0u;
+  }
+  // dKb = dA^T Rt and dRt = dA Kb, or dRt += dA Kb if kAdd. The terms of floats have all their products here: with
+  // fewer of them, pairs of tokens would not cancel in dlog d.
+  template <bool kAdd>
+  __device__ void MultiplyTokens(int tile, const Left (&r)[kTerms], const Left (&k)[kTerms],
+                                 TileGradients& d) const {
+    ForProducts<kTerms, true>([&](int i, int j) {
+      MultiplyOrAdd(i + j > 0, d.dkb, r[i], PackedTiles{Packed(L::kDat, tile) + j * kTileBytes});
+    });
+    ForProducts<kTerms, true>([&](int i, int j) {
+      MultiplyOrAdd(kAdd || i + j > 0, d.drt, k[i],
+                    PackedTiles{Packed(L::kDa, tile) + j * kTileBytes});
+    });
+  }
+
   // dRt, dKh, dKb and exp(G_L) sum_v S dS, from S before the tile and dS after it. kClears: the
-  // tile has starts of segments, at which the state is cleared.
+  // tile has starts of segments, at which the state is cleared, or of floats it may have. Floats have one function
+  // for both, with dY S apart, since nvcc serializes the products of two.
   template <bool kClears>
   __device__ void StateProducts(int tile, bool far, const float (&factors)[2],
                                 const Accumulator<8>& s, TileGradients& d) const {
+    constexpr bool kApart = kTerms > 1;
     const RowMarks marks = MarksOf(tile);
-    Left before[kColumnTiles], r, k;
+    StateOperand before;
+    Left r[kTerms], k[kTerms];
+    Accumulator<2> apart;
+    Accumulator<2>& of_state = kApart ? apart : d.drt;
     RoundPanel(s, before);
-    LoadLeftTransposed(Rows(L::kR, tile), 0, warp, r);
-    LoadLeftTransposed(Rows(L::kKb, tile), 0, warp, k);
-    if (far) k[0] = k[1] = k[2] = k[3] = 0u;
+    LoadTokenOperands(tile, far, r, k);
     BeginProducts();
 #pragma unroll
     for (int column = 0; column < kColumnTiles; ++column)
-      MultiplyOrAdd(column > 0, d.drt, before[column], KAlongRows{Rows(L::kDy, tile), column});
-    if constexpr (kClears) {
+      MultiplyOrAdd(column > 0, of_state, before[column], KAlongRows{Rows(L::kDy, tile), column},
+                    int{kPanelBytes});
+    if constexpr (kClears && !kApart) {
       CommitProducts();
       Finish(d.drt);
       KeepTokens<2>(0, 0, marks.FirstCleared(), d.drt);
       BeginProducts();
     }
-    Multiply<false>(d.dkb, r, PackedTiles{Packed(L::kDat, tile)});
-    Multiply<true>(d.drt, k, PackedTiles{Packed(L::kDa, tile)});
+    MultiplyTokens<!kApart>(tile, r, k, d);
     CommitProducts();
-    Finish(d.drt, d.dkb);
-    Left after[kColumnTiles];
+    Finish(of_state, d.drt, d.dkb);
+    if constexpr (kApart) {
+      if (marks.clears != 0) KeepTokens<2>(0, 0, marks.FirstCleared(), of_state);
+      ForEachElement<2>([&](int i, int e) { d.drt[i][e] += of_state[i][e]; });
+    }
+    StateOperand after;
     RecallStateGradient(tile, after);
     Crossing(before, after, factors, d.crossing);
     BeginProducts();
 #pragma unroll
     for (int column = 0; column < kColumnTiles; ++column)
-      MultiplyOrAdd(column > 0, d.dkh, after[column], KAlongRows{Rows(L::kV, tile), column});
+      MultiplyOrAdd(column > 0, d.dkh, after[column], KAlongRows{Rows(L::kV, tile), column},
+                    int{kPanelBytes});
     CommitProducts();
     Finish(d.dkh);
-    if constexpr (kClears) KeepTokens<2>(0, marks.LastCleared(), kTileTokens, d.dkh);
+    if constexpr (kClears)
+      if (!kApart || marks.clears != 0) KeepTokens<2>(0, marks.LastCleared(), kTileTokens, d.dkh);
   }
 
   // What a panel of values adds to dY S, V dS and exp(G_L) sum_v S dS, also of tokens that do not see
@@ -881,12 +1065,12 @@ struct ChunkGradients {
   __device__ void AddStateProducts(int panel, int tile, const float (&factors)[2],
                                    const Accumulator<8>& s, TileGradients& d) const {
     const int at = panel * kPanelBytes;
-    Left before[kColumnTiles], after[kColumnTiles];
+    StateOperand before, after;
     RoundPanel(s, before);
     BeginProducts();
 #pragma unroll
     for (int column = 0; column < kColumnTiles; ++column)
-      Multiply<true>(d.drt, before[column], KAlongRows{Rows(L::kDy + at, tile), column});
+      Multiply<true>(d.drt, before[column][0], KAlongRows{Rows(L::kDy + at, tile), column});
     CommitProducts();
     if (tile == kChunkTiles - 1)
       LoadPanelTransposed(GradientPanel(panel), after);
@@ -895,7 +1079,7 @@ struct ChunkGradients {
     BeginProducts();
 #pragma unroll
     for (int column = 0; column < kColumnTiles; ++column)
-      Multiply<true>(d.dkh, after[column], KAlongRows{Rows(L::kV + at, tile), column});
+      Multiply<true>(d.dkh, after[column][0], KAlongRows{Rows(L::kV + at, tile), column});
     CommitProducts();
     float crossing[2];
     Crossing(before, after, factors, crossing);
@@ -910,13 +1094,10 @@ struct ChunkGradients {
       KeepTokens<2>(0, 0, marks.FirstCleared(), d.drt);
       KeepTokens<2>(0, marks.LastCleared(), kTileTokens, d.dkh);
     }
-    Left r, k;
-    LoadLeftTransposed(Rows(L::kR, tile), 0, warp, r);
-    LoadLeftTransposed(Rows(L::kKb, tile), 0, warp, k);
-    if (far) k[0] = k[1] = k[2] = k[3] = 0u;
+    Left r[kTerms], k[kTerms];
+    LoadTokenOperands(tile, far, r, k);
     BeginProducts();
-    Multiply<false>(d.dkb, r, PackedTiles{Packed(L::kDat, tile)});
-    Multiply<true>(d.drt, k, PackedTiles{Packed(L::kDa, tile)});
+    MultiplyTokens<true>(tile, r, k, d);
     CommitProducts();
     Finish(d.drt, d.dkb);
   }
@@ -949,7 +1130,7 @@ struct ChunkGradients {
     ForEachElement<2>([&](int i, int e) {
       const float inverse = Exp2(-sums.upto[i][e]);
       d.dkh[i][e] *=
-          by_difference ? Exp2(total[e / 2] - sums.upto[i][e]) : factors[e / 2] * inverse;
+          by_difference ? Exp2(sums.ToEnd<T>(i, e, total[e / 2])) : factors[e / 2] * inverse;
       d.drt[i][e] *= Exp2(sums.before[i][e]);
       if (far) return;
       x.r[i][e] *= Exp2(-sums.before[i][e]);
@@ -964,11 +1145,21 @@ struct ChunkGradients {
   }
 
   // Turns the gradient of the log decays into the gradient of w. In the form "exp" the slope is the
-  // log decay itself.
-  __device__ void ScaleBySlope(const DecaySums& sums, Accumulator<2>& dw) const {
+  // log decay itself; of floats it comes from w, since float16 has no log decays that are very small.
+  __device__ void ScaleBySlope(int tile, const DecaySums& sums, Accumulator<2>& dw) const {
     if (call.decay != Decay::kExp) return;
-    ForEachElement<2>(
-        [&](int i, int e) { dw[i][e] *= (sums.upto[i][e] - sums.before[i][e]) * (1.0f / kLog2E); });
+    const uint32_t present = kTerms > 1 ? MarksOf(tile).present : 0u;
+    ForEachElement<2>([&](int i, int e) {
+      if constexpr (kTerms > 1) {
+        const int token = 8 * i + 2 * (lane % 4) + e % 2;
+        const int64_t row = (kTileTokens * tile + token) * static_cast<int64_t>(copier.stride);
+        const float* const w = static_cast<const float*>(call.w) + copier.first + channel;
+        if (present >> token & 1)
+          dw[i][e] *= Log2DecayAndSlope<Decay::kExp>(w[row + e / 2 * 8], kMinLog2Decay).y;
+      } else {
+        dw[i][e] *= (sums.upto[i][e] - sums.before[i][e]) * (1.0f / kLog2E);
+      }
+    });
   }
 
   // Sums the terms of dlog d over the tokens of the tile, and stages dW or adds it up.
@@ -980,14 +1171,15 @@ struct ChunkGradients {
     };
     Accumulator<2> dw;
     ForEachElement<2>([&](int i, int e) { dw[i][e] = crossing[e / 2] - terms.kb_dkb[i][e]; });
-    AddSums(terms.net, true, dw);
-    AddSums(terms.kh_dkh, false, dw);
+    constexpr int kParts = 1 + kTerms;  // as many bits as x has
+    AddSums<kParts>(terms.net, true, dw);
+    AddSums<kParts>(terms.kh_dkh, false, dw);
     if constexpr (kConstant) {
       ForEachElement<2>([&](int i, int e) {
         if (!padding(i, e)) parameters.dw[e / 2] += dw[i][e];
       });
     } else {
-      ScaleBySlope(sums, dw);
+      ScaleBySlope(tile, sums, dw);
       if (present != kAllRows)
         ForEachElement<2>([&](int i, int e) {
           if (padding(i, e)) dw[i][e] = 0.0f;
@@ -1003,7 +1195,9 @@ struct ChunkGradients {
     DecaySums sums;
     SumByChannel(decays, tile, warp, MarksOf(tile).present, sums);
     FarPairs far = {};
-    AddFarPairs(memory + L::kDa + tile * kTileBytes, RawTileOf(tile), channel, sums, far);
+    float own_decays[2][4];
+    OwnByChannel(decays, tile, warp, sums, own_decays);
+    AddFarPairs(memory + L::kDa + tile * L::kTileBytes, RawTileOf(tile), channel, own_decays, far);
     ForEachElement<2>([&](int i, int e) {
       const float own = DOf(tile)[8 * i + e % 2], bonus = own * BonusOf()[e / 2 * 8];
       parameters.du[e / 2] += own * far.r[i][e] * far.k[i][e];
@@ -1014,7 +1208,7 @@ struct ChunkGradients {
     AddToStaged(L::kR, tile, far.dr);
     AddToStaged(L::kKb, tile, far.dk);
     if constexpr (!kConstant) {
-      ScaleBySlope(sums, far.dlog);
+      ScaleBySlope(tile, sums, far.dlog);
       AddToStaged(L::kDw, tile, far.dlog);
     }
   }
@@ -1038,7 +1232,7 @@ struct ChunkGradients {
   // --- Epilogue: all threads store what is staged.
 
   __device__ void StoreInputGradients() const {
-    copier.ForEachPiece([&](uint32_t from, int64_t element, int row) {
+    copier.template ForEachPiece<T>([&](uint32_t from, int64_t element, int row) {
       if (row >= copier.tokens) return;
       const auto store = [&](int panel, void* to) {
         *reinterpret_cast<uint4*>(static_cast<T*>(to) + element) =
@@ -1046,8 +1240,17 @@ struct ChunkGradients {
       };
       store(L::kR, call.dr);
       store(L::kKb, call.dk);
-      if constexpr (kHasValues<N>) store(L::kDs, call.dv);
+      if constexpr (kHasValues<N> && kTerms == 1) store(L::kDs, call.dv);
       if constexpr (!kConstant) store(L::kDw, call.dw);
+    });
+  }
+
+  // The third warpgroup of floats stores dV.
+  __device__ void StoreValueGradients() const {
+    ValueCopier().template ForEachPiece<T>([&](uint32_t from, int64_t element, int row) {
+      if (row < copier.tokens)
+        *reinterpret_cast<uint4*>(static_cast<T*>(call.dv) + element) =
+            *reinterpret_cast<const uint4*>(memory + L::kDs + from);
     });
   }
 
@@ -1089,7 +1292,7 @@ __device__ void FinishChunk(const ChunkGradients<T, N, kConstant, kMarked>& phas
     if (phases.IsFar(tile)) phases.AddFarTile(tile, parameters);
 
   phases.AddParameterSums(parameters);
-  WaitForAll(kGradientsStaged);
+  WaitForAll<T>(kGradientsStaged);
   phases.StoreInputGradients();
 }
 
@@ -1097,40 +1300,54 @@ __device__ void FinishChunk(const ChunkGradients<T, N, kConstant, kMarked>& phas
 template <typename T, bool kConstant, bool kMarked>
 __device__ __forceinline__ void GoThroughChunk(
     const ChunkGradients<T, 64, kConstant, kMarked>& phases, bool more) {
-  using L = GradientLayout<64>;
+  using L = GradientLayout<T, 64>;
+  constexpr bool kThree = kTermsOf<T> > 1;
   phases.WaitForOperands();
-  WaitForAll(kCopied);
+  WaitForTwo<T>(kCopied);
   if (more) phases.FetchChunkBefore();
   phases.ScaleOperands();
-  if (phases.warpgroup == 0) {
+  if constexpr (kThree) {
+    phases.WaitForStates();
+    WaitForAll<T>(kScaled);
+    if (phases.warpgroup == 1) {
+      StateOperand<T> rounded;
+      Accumulator<8> ds;
+      phases.LoadStateGradient(0, rounded, ds);
+      WaitForAll<T>(kStateTaken);
+      phases.KeepStateGradients(0, rounded, ds);
+    } else {
+      WaitForAll<T>(kStateTaken);
+    }
+  } else if (phases.warpgroup == 0) {
     Accumulator<8> ds;
     phases.RecallCarried(ds);
     phases.TokenProducts(L::kDy, L::kV, L::kDa);
     phases.ShareCarried(ds);
     phases.WaitForStates();
-    WaitForAll(kScaled);
-    WaitForAll(kStateTaken);
+    WaitForAll<T>(kScaled);
+    WaitForAll<T>(kStateTaken);
     phases.ValueGradients(ds);
+    phases.KeepCarried(ds);
   } else {
     phases.TokenProducts(L::kV, L::kDy, L::kDat);
     phases.WaitForStates();
-    WaitForAll(kScaled);
-    Left rounded[kColumnTiles];
+    WaitForAll<T>(kScaled);
+    StateOperand<T> rounded;
     Accumulator<8> ds;
     phases.LoadPanelTransposed(L::kDs, rounded);
-    WaitForAll(kStateTaken);
+    WaitForAll<T>(kStateTaken);
     Widen(rounded, ds);
     phases.KeepStateGradients(0, rounded, ds);
   }
 
   const int first_tile = phases.FirstTile();
-  Left rounded[kColumnTiles];
+  StateOperand<T> rounded;
   Accumulator<8> state;
   ParameterSums parameters;
   phases.LoadState(0, rounded, state);
 #pragma unroll 1
   for (int tile = 0; tile < first_tile; ++tile) phases.AdvanceState(0, tile, state);
-  WaitForAll(kOperandsTaken);
+  WaitForTwo<T>(kThree ? kStateKept : kOperandsTaken);
 
 #pragma unroll 1
   for (int own = 0; own < kTilesPerWarpgroup; ++own) {
@@ -1139,22 +1356,78 @@ __device__ __forceinline__ void GoThroughChunk(
     float factors[2];
     TileGradients gradients;
     phases.LoadRowFactors(tile, factors);
-    if (phases.MarksOf(tile).clears == 0)
+    if (!kThree && phases.MarksOf(tile).clears == 0)
       phases.template StateProducts<false>(tile, far, factors, state, gradients);
     else
       phases.template StateProducts<true>(tile, far, factors, state, gradients);
     if (own + 1 < kTilesPerWarpgroup) phases.AdvanceState(0, tile, state);
+    if (kThree && own == 0) WaitForAll<T>(kOperandsTaken);
     phases.FinishTile(tile, far, factors, gradients, parameters);
   }
   FinishChunk(phases, parameters);
 }
 
+// dS after a split, and dS before all tokens.
 template <typename T, bool kConstant, bool kMarked>
-__global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void SplitGradientKernel(
-    const __grid_constant__ Wkv6BackwardCall call, const __grid_constant__ Splits splits,
-    bool keeps_last_ds_there) {
+__device__ void LoadStart(const ChunkGradients<T, 64, kConstant, kMarked>& phases,
+                          const SplitOfBlock<64, true>& split, const Splits& splits,
+                          StateAccumulator<64>::State& ds) {
+  StateAccumulator<64>::Load(
+      split.order == 0
+          ? phases.call.dfinal_state + split.Head() * (64 * 64)
+          : splits.Transition<true>(split.Head(), split.heads, split.span, split.order - 1),
+      ds);
+}
+template <typename T, bool kConstant, bool kMarked>
+__device__ void StoreEnd(const ChunkGradients<T, 64, kConstant, kMarked>& phases,
+                         const SplitOfBlock<64, true>& split,
+                         const StateAccumulator<64>::State& ds) {
+  if (split.Last())
+    StateAccumulator<64>::Store(ds, phases.call.dinitial_state + split.Head() * (64 * 64));
+}
+
+// All that the third warpgroup of floats does.
+template <typename T, bool kConstant, bool kMarked>
+__device__ __forceinline__ void RunValues(ChunkGradients<T, 64, kConstant, kMarked>& phases,
+                                          const SplitOfBlock<64, true>& split,
+                                          const Splits& splits) {
+  using L = GradientLayout<T, 64>;
+  if (split.chunks > 0) phases.LoadValues();
+  StateAccumulator<64>::State ds;
+  LoadStart(phases, split, splits, ds);
+#pragma unroll 1
+  for (int left = split.chunks; left > 0; --left) {
+    WaitForCopies<0>();
+    phases.template ConvertValues<kValueThreads>();
+    phases.ShareCarried(ds[0]);
+    WaitForValues(kValuesCopied);
+    phases.TokenProducts(L::kDy, L::kV, L::kDa);
+    phases.TokenProducts(L::kV, L::kDy, L::kDat);
+    PublishOperands();
+    WaitForAll<T>(kScaled);
+    WaitForAll<T>(kStateTaken);
+    phases.ValueGradients(ds[0]);
+    WaitForAll<T>(kOperandsTaken);
+    phases.StoreValueGradients();
+    WaitForAll<T>(kGradientsStaged);
+    if (left == 1) break;
+    phases.GoBack();
+    phases.LoadValues();
+  }
+  StoreEnd(phases, split, ds);
+}
+
+template <typename T, bool kConstant, bool kMarked>
+__global__ __launch_bounds__(
+    kAllThreads<T>,
+    kTermsOf<T> > 1
+        ? 1
+        : kBlocksPerMultiprocessor) void SplitGradientKernel(const __grid_constant__
+                                                                 Wkv6BackwardCall call,
+                                                             const __grid_constant__ Splits splits,
+                                                             bool keeps_last_ds_there) {
   constexpr int N = 64;
-  using Tiles = StateAccumulator<N>;
+  constexpr bool kThree = kTermsOf<T> > 1;
   RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
   const SplitOfBlock<N, true> split(call, splits, false);
   if (split.None()) return;
@@ -1162,14 +1435,13 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void SplitGradi
   ChunkGradients<T, N, kConstant, kMarked> phases(call, kept, keeps_last_ds_there, memory,
                                                   static_cast<int>(split.sequence), split.own_head,
                                                   split.span, split.Place(0));
+  if constexpr (kThree)
+    if (phases.warpgroup == 2) return RunValues(phases, split, splits);
   if (split.chunks > 0) phases.LoadOperands();
   phases.LoadParameters();
-  if (phases.warpgroup == 0) {
-    typename Tiles::State start;
-    Tiles::Load(split.order == 0 ? call.dfinal_state + split.Head() * (N * N)
-                                 : splits.Transition<true>(split.Head(), split.heads, split.span,
-                                                           split.order - 1),
-                start);
+  if (!kThree && phases.warpgroup == 0) {
+    StateAccumulator<N>::State start;
+    LoadStart(phases, split, splits, start);
     phases.KeepCarried(start[0]);
   }
 #pragma unroll 1
@@ -1180,10 +1452,10 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void SplitGradi
     phases.LoadOperands();
   }
 
-  if (split.Last() && phases.warpgroup == 0) {
-    typename Tiles::State end;
+  if (!kThree && phases.warpgroup == 0 && split.Last()) {
+    StateAccumulator<N>::State end;
     phases.RecallCarried(end[0]);
-    Tiles::Store(end, call.dinitial_state + split.Head() * (N * N));
+    StoreEnd(phases, split, end);
   }
   // Partial sums are [S, splits, H, K] or, if sequences of different lengths are split, at the first
   // chunk of a split in [N, H, K].
@@ -1198,7 +1470,7 @@ template <typename T, bool kConstant, bool kMarked>
 __global__ __launch_bounds__(kThreads, 2) void ChunkGradientKernel(
     const __grid_constant__ Wkv6BackwardCall call, uint4* state_gradients) {
   constexpr int N = 128;
-  using L = GradientLayout<N>;
+  using L = GradientLayout<T, N>;
   RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
   // Blocks are [B, N, H, panels of keys].
   const unsigned index = blockIdx.x / kPanels<N>;
@@ -1210,28 +1482,28 @@ __global__ __launch_bounds__(kThreads, 2) void ChunkGradientKernel(
   const Span span = call.sequences(sequence, call.dims.tokens);
   const ChunkGradients<T, N, kConstant, kMarked> phases(
       call, state_gradients, false, memory, sequence, own_head, span, chunk - span.first_chunk);
-  Left rounded[kColumnTiles];
+  StateOperand<T> rounded;
   Accumulator<8> state;  // first dS, then S
   ParameterSums parameters;
   const int first_tile = phases.FirstTile();
   phases.LoadOperands();
   phases.LoadParameters();
   phases.WaitForOperands();
-  WaitForAll(kCopied);
+  WaitForAll<T>(kCopied);
   phases.ScaleOperands();
   if (phases.warpgroup == 0)
     phases.TokenProducts(L::kDy, L::kV, L::kDa);
   else
     phases.TokenProducts(L::kV, L::kDy, L::kDat);
   phases.WaitForStates();
-  WaitForAll(kScaled);
+  WaitForAll<T>(kScaled);
 
   TileGradients gradients[kTilesPerWarpgroup] = {};
 #pragma unroll 1
   for (int panel = 0; panel < kPanels<N>; ++panel) {
     if (panel > 0) {
       phases.WaitForStates();
-      WaitForAll(kPanelDone);
+      WaitForAll<T>(kPanelDone);
       phases.LoadNextState(panel);
     }
     if (phases.warpgroup == 1) {
@@ -1240,12 +1512,12 @@ __global__ __launch_bounds__(kThreads, 2) void ChunkGradientKernel(
     }
     if (panel > 0) {
       phases.WaitForStates();
-      WaitForAll(kStateCopied);
+      WaitForAll<T>(kStateCopied);
     }
     phases.LoadState(panel, rounded, state);
 #pragma unroll 1
     for (int tile = 0; tile < first_tile; ++tile) phases.AdvanceState(panel, tile, state);
-    WaitForAll(kOperandsTaken);
+    WaitForAll<T>(kOperandsTaken);
     if (panel + 1 < kPanels<N>) phases.LoadNextStateGradient(panel + 1);
 #pragma unroll
     for (int own = 0; own < kTilesPerWarpgroup; ++own) {
@@ -1270,20 +1542,23 @@ __global__ __launch_bounds__(kThreads, 2) void ChunkGradientKernel(
 
 }  // namespace
 
-int64_t Wkv6GradientSharedMemory(int64_t head_size) {
-  return head_size == 64 ? GradientLayout<64>::kLeastBytes : GradientLayout<128>::kLeastBytes;
+int64_t Wkv6GradientSharedMemory(Dtype dtype, int64_t head_size) {
+  using Half = __nv_bfloat16;  // float16 takes as much
+  if (dtype == Dtype::kF32) return GradientLayout<float, 64>::kLeastBytes;
+  return head_size == 64 ? GradientLayout<Half, 64>::kLeastBytes
+                         : GradientLayout<Half, 128>::kLeastBytes;
 }
 
 cudaError_t Wkv6Gradients(cudaStream_t stream, const Wkv6BackwardCall& call, const Splits& splits,
                           const Device& device, uint4* gradients) {
   return ForKinds(call, [&](auto zero, auto size, auto constant) {
     using T = decltype(zero);
-    using L = GradientLayout<size()>;
-    return ForMarks(call.marks, [&](auto marked) {
+    using L = GradientLayout<T, size()>;
+    return ForMarksOf<T>(call.marks, [&](auto marked) {
       if constexpr (kHasValues<size()>) {
         const bool fits = device.shared_memory >= L::kBytes;
         return Launch(SplitGradientKernel<T, constant(), marked()>,
-                      splits.Blocks(call.dims.batch, call.dims.heads), kThreads,
+                      splits.Blocks(call.dims.batch, call.dims.heads), kAllThreads<T>,
                       fits ? L::kBytes : L::kLeastBytes, stream, call, splits, !fits);
       } else {
         const int64_t rows = call.sequences.Given() ? 1 : call.dims.batch;

@@ -39,8 +39,8 @@ cudaError_t Wkv6Forward(cudaStream_t stream, const Wkv6ForwardCall& call);
 cudaError_t Wkv6Backward(cudaStream_t stream, const Wkv6BackwardCall& call, const Device& device,
                          const ReplayScratch& scratch);
 
-// --- Kernels on matrix units (scan.cu, gradients.cu): 16-bit dtypes, head sizes 64 and 128, any decay,
-// saved states in bfloat16.
+// --- Kernels on matrix units (scan.cu, gradients.cu), any decay: 16-bit dtypes, head sizes 64 and 128, saved
+// states in bfloat16; float32, head size 64, saved states in float32.
 
 // A run of tokens takes a state S to S diag(F) + D. The transition of a split is D, which becomes the state
 // at its end, and then F.
@@ -49,8 +49,8 @@ __host__ __device__ constexpr int64_t Wkv6TransitionSize(int64_t head_size) {
 }
 
 // The bytes of shared memory that a block of any kernel of a pass needs at least, in each of the two files.
-int64_t Wkv6ScanSharedMemory(Pass pass, int64_t head_size);
-int64_t Wkv6GradientSharedMemory(int64_t head_size);
+int64_t Wkv6ScanSharedMemory(Pass pass, Dtype dtype, int64_t head_size);
+int64_t Wkv6GradientSharedMemory(Dtype dtype, int64_t head_size);
 
 cudaError_t Wkv6Scan(cudaStream_t stream, const Wkv6ForwardCall& call, const Splits& splits);
 

@@ -17,12 +17,14 @@ int64_t MostSplits(const Device& device, int64_t heads, int64_t) {
 
 Rules Wkv6Rules(const Problem& problem) {
   const int64_t size = problem.head_size;
-  const int64_t scan = Wkv6ScanSharedMemory(problem.pass, size);
+  const int64_t scan = Wkv6ScanSharedMemory(problem.pass, problem.dtype, size);
   return {size == problem.value_size && (size == 64 || size == 128) ? size : 0,
-          false,  // float32 goes token by token
+          size == 64,
           false,  // no decay is too fast for these kernels
           false,
-          problem.pass == Pass::kBackward ? std::max(scan, Wkv6GradientSharedMemory(size)) : scan,
+          problem.pass == Pass::kBackward
+              ? std::max(scan, Wkv6GradientSharedMemory(problem.dtype, size))
+              : scan,
           MostSplits,
           Wkv6TransitionSize(size),
           Wkv6ScratchSize,

@@ -24,8 +24,8 @@ namespace {
 
 template <int N>
 constexpr int kThreads = kPanels<N> * kPanelThreads;
-template <int N>
-constexpr int kBlocksPerMultiprocessor = 4 / kPanels<N>;
+template <typename T, int N>
+constexpr int kBlocksPerMultiprocessor = 4 / kPanels<N> / kTermsOf<T>;
 template <int N>
 constexpr int kStateSize = N * N;
 
@@ -35,8 +35,8 @@ struct Scan : Wkv6Call {
   const void *x, *z;
   const float* start;  // StateKernel takes null for zeros
   float* end;          // if null, the transition of each split is stored in `splits`
-  uint4* saved;        // only of OutputKernel, if not null: gets the state before each chunk in
-                       // bfloat16, [B, N, H, V, K]
+  void* saved;         // only of OutputKernel, if not null: gets the state before each chunk in
+                       // bfloat16 or, of floats, in float, [B, N, H, V, K]
   Splits splits;
   void* y = nullptr;        // the outputs, only of OutputKernel: y, or backwards dv
   float* factor = nullptr;  // [B, H, K], if not null: gets the decay of all tokens together
@@ -57,19 +57,19 @@ __device__ int WarpOfPanel() {
 
 // Byte offsets in shared memory of OutputKernel. r and k have two stages of the pipeline. What is
 // there for each panel is there for one panel after another, within a stage or a tile.
-template <int N>
+template <typename T, int N>
 struct OutputLayout {
-  static constexpr int kArrayBytes = kPanels<N> * kPanelBytes;
+  static constexpr int kArrayBytes = kPanels<N> * kPanelTermsBytes<T>;
   static constexpr int kR = 0;                     // r, then Rt
   static constexpr int kK = kR + 2 * kArrayBytes;  // k, then Kh
   static constexpr int kX = kK + 2 * kArrayBytes;  // x, then the outputs
   static constexpr int kW = kX + kArrayBytes;
   // A^T if the recurrence runs backwards. Packed; A is the sum of a matrix for each panel of channels.
   static constexpr int kA = kW + kArrayBytes;
-  static constexpr int kFactors = kA + kChunkTiles * kPanels<N> * kTileBytes;  // exp(G_L)
+  static constexpr int kFactors = kA + kChunkTiles * kPanels<N> * kTileTermsBytes<T>;  // exp(G_L)
   static constexpr int kU =
-      kFactors + kChunkTiles * kPanels<N> * kFactorFloats * 4;  // bfloat16 [N]
-  static constexpr int kConstant = kU + N * 2;                  // float [N]
+      kFactors + kChunkTiles * kPanels<N> * kFactorFloats * 4;   // bfloat16, or of floats float [N]
+  static constexpr int kConstant = kU + N / 2 * sizeof(Two<T>);  // float [N]
   static constexpr int kBytes = kConstant + N * 4;
 };
 
@@ -89,7 +89,8 @@ enum OutputBarrier { kKeysCopied, kScaled, kOutputsStaged };
 //   dV = Kh dS^T + A^T dY     dS <- dS diag(exp(G_L)) + dY^T Rt.
 template <typename T, int N, bool kConstant, bool kReverse, bool kMarked>
 struct OutputPhases {
-  using L = OutputLayout<N>;
+  using L = OutputLayout<T, N>;
+  static constexpr int kTerms = kTermsOf<T>;
   using Tiles = StateAccumulator<N>;
   using State = typename Tiles::State;
 
@@ -100,20 +101,19 @@ struct OutputPhases {
   const SplitOfBlock<N, kReverse> split;
 
   __device__ float* Floats(int at) const { return reinterpret_cast<float*>(memory + at); }
-  // Pairs of bfloat16.
-  __device__ uint32_t* Bonus() const { return reinterpret_cast<uint32_t*>(memory + L::kU); }
+  __device__ Two<T>* Bonus() const { return reinterpret_cast<Two<T>*>(memory + L::kU); }
   __device__ float* FactorsOf(int tile, int panel) const {
     return Floats(L::kFactors) + (tile * kPanels<N> + panel) * kFactorFloats;
   }
   // The A of a tile over a panel of channels.
   __device__ uint32_t Scores(int tile, int panel) const {
-    return shared + L::kA + (tile * kPanels<N> + panel) * kTileBytes;
+    return shared + L::kA + (tile * kPanels<N> + panel) * kTileTermsBytes<T>;
   }
   __device__ uint32_t ReceptancePanel(int i, int panel) const {
-    return shared + L::kR + i % 2 * L::kArrayBytes + panel * kPanelBytes;
+    return shared + L::kR + i % 2 * L::kArrayBytes + panel * kPanelTermsBytes<T>;
   }
   __device__ uint32_t KeyPanel(int i, int panel) const {
-    return shared + L::kK + i % 2 * L::kArrayBytes + panel * kPanelBytes;
+    return shared + L::kK + i % 2 * L::kArrayBytes + panel * kPanelTermsBytes<T>;
   }
   // What reads the state for the outputs, and what the state takes up.
   __device__ uint32_t ReadPanel(int i, int panel) const {
@@ -126,24 +126,26 @@ struct OutputPhases {
     return split.Chunk(i, panel, absent);
   }
   __device__ uint64_t Absent(int i) const {
-    return split.template MarksOf<kMarked>(i, in.marks).absent;
+    return split.template MarksOf<T, kMarked>(i, in.marks).absent;
   }
 
   // Start to copy chunk i; each is one group of copies.
   __device__ void LoadKeys(int i, uint64_t absent) const {
     const auto copier = Chunk(i, absent);
-    if constexpr (!kConstant) copier.Copy(shared + L::kW + panel * kPanelBytes, in.w);
-    copier.Copy(ReceptancePanel(i, panel), in.r);
-    copier.Copy(KeyPanel(i, panel), in.k);
+    if constexpr (!kConstant)
+      copier.Copy(shared + L::kW + panel * kPanelTermsBytes<T>, static_cast<const T*>(in.w));
+    copier.Copy(ReceptancePanel(i, panel), static_cast<const T*>(in.r));
+    copier.Copy(KeyPanel(i, panel), static_cast<const T*>(in.k));
     CommitCopies();
   }
   __device__ void LoadValues(int i, uint64_t absent) const {
-    Chunk(i, absent).Copy(shared + L::kX + panel * kPanelBytes, in.x);
+    Chunk(i, absent).Copy(shared + L::kX + panel * kPanelTermsBytes<T>,
+                          static_cast<const T*>(in.x));
     CommitCopies();
   }
   // Each thread converts the pieces of x that it has copied: x is used as it is.
   __device__ void ConvertValues() const {
-    ConvertOwnPieces<T, kPanelThreads>(memory + L::kX + panel * kPanelBytes);
+    ConvertOwnPieces<T, kPanelThreads>(memory + L::kX + panel * kPanelTermsBytes<T>);
   }
 
   // Brings u, and the decay if all tokens have the same.
@@ -151,7 +153,10 @@ struct OutputPhases {
     if constexpr (kConstant) LoadConstantDecays<N>(in, split.Head() * N, Floats(L::kConstant));
     if (threadIdx.x < N / 2) {
       const float2 pair = reinterpret_cast<const float2*>(in.u + split.Head() * N)[threadIdx.x];
-      Bonus()[threadIdx.x] = Bf16::Round(pair.x, pair.y);
+      if constexpr (kTerms > 1)
+        Bonus()[threadIdx.x] = pair;
+      else
+        Bonus()[threadIdx.x] = Bf16::Round(pair.x, pair.y);
     }
   }
 
@@ -169,9 +174,9 @@ struct OutputPhases {
     const int64_t first = chunk.first + static_cast<int64_t>(kTileTokens * warp) * chunk.stride;
     const RawTile<T> raw{static_cast<const T*>(in.r) + first, static_cast<const T*>(in.k) + first,
                          chunk.stride, RowMarks(word, chunk.tokens - kTileTokens * warp)};
-    const ChunkDecays<T, kConstant> decays{shared + L::kW + panel * kPanelBytes,
+    const ChunkDecays<T, kConstant> decays{shared + L::kW + panel * kPanelTermsBytes<T>,
                                            Floats(L::kConstant) + panel * kPanelCols, in.decay};
-    const uint32_t* const bonuses = Bonus() + panel * (kPanelCols / 2);
+    const Two<T>* const bonuses = Bonus() + panel * (kPanelCols / 2);
     const uint32_t r_panel = ReceptancePanel(i, panel), k_panel = KeyPanel(i, panel);
     Accumulator<2> a = {}, bonus = {};
     bool far = false;
@@ -188,85 +193,109 @@ struct OutputPhases {
                                   {Exp2(total[1][0]), Exp2(total[1][1])}};
       StoreFactors(column, factor, clears, FactorsOf(warp, panel));
 
-      uint32_t r[4], k[4], e[4], x[4];
-      LoadMatrices(TileAddress(r_panel, 16 * warp, column), r);
-      LoadMatrices(TileAddress(k_panel, 16 * warp, column), k);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) r[j] = ToBf16<T>(r[j]), k[j] = ToBf16<T>(k[j]);
-#pragma unroll
-      for (int j = 0; j < 4; ++j)
-        x[j] = Bf16::Multiply(r[j], bonuses[8 * column + j / 2 * 4 + Lane() % 4]);
-      AddTokenProducts(bonus, x, k);
-      Exponentials([&](int i, int j) { return total[i][j % 2] - sums.upto[i][j]; }, e);
-      MultiplyPairs(k, e, x);
+      Two<T> r[4], k[4];
+      LoadTile<T>(r_panel, warp, column, r);
+      LoadTile<T>(k_panel, warp, column, k);
+      AddBonus<T>(r, k, [&](int j) { return bonuses[8 * column + j / 2 * 4 + Lane() % 4]; }, bonus);
+      Left scaled_r[kTerms], scaled_k[kTerms], x[kTerms];
+      ScaleTile<T>(k, [&](int i, int j) { return Exp2(sums.ToEnd<T>(i, j, total[i][j % 2])); }, x);
       if (clears) KeepRowsBetween(raw.marks.LastCleared(), kTileTokens, x);
-      StoreMatrices(TileAddress(k_panel, 16 * warp, column), x);
-      Exponentials([&](int i, int j) { return -sums.upto[i][j]; }, e);
-      MultiplyPairs(k, e, k);
-      Exponentials([&](int i, int j) { return sums.before[i][j]; }, e);
-      MultiplyPairs(r, e, r);
-      AddTokenProducts(a, r, k);
-      if (clears) KeepRowsBetween(0, raw.marks.FirstCleared(), r);
-      StoreMatrices(TileAddress(r_panel, 16 * warp, column), r);
+      StoreTile(k_panel, warp, column, x);
+      ScaleTile<T>(k, [&](int i, int j) { return Exp2(-sums.upto[i][j]); }, scaled_k);
+      ScaleTile<T>(r, [&](int i, int j) { return Exp2(sums.before[i][j]); }, scaled_r);
+      AddTokenProducts(a, scaled_r, scaled_k);
+      if (clears) KeepRowsBetween(0, raw.marks.FirstCleared(), scaled_r);
+      StoreTile(r_panel, warp, column, scaled_r);
     }
     if (__any_sync(~0u, far)) MultiplyByHalves(decays, warp, raw, 0, kColumnTiles, a);
     KeepLower(false, a);
     if (clears) KeepSegments(raw.marks, a);
-    SetDiagonal(bonus, a);
-    Left rounded;
+    SetDiagonal<T>(bonus, a);
+    Left rounded[kTerms];
     Round(a[0], a[1], rounded);
-    const uint32_t to = PackedTileAddress(Scores(warp, panel));
-    // In the transpose, the upper right and the lower left 8 x 8 matrix change places.
-    if constexpr (kReverse)
-      StoreTransposed(to, {rounded[0], rounded[2], rounded[1], rounded[3]});
+#pragma unroll
+    for (int term = 0; term < kTerms; ++term) {
+      const Left& x = rounded[term];
+      const uint32_t to = PackedTileAddress(Scores(warp, panel) + term * kTileBytes);
+      // In the transpose, the upper right and the lower left 8 x 8 matrix change places.
+      if constexpr (kReverse)
+        StoreTransposed(to, {x[0], x[2], x[1], x[3]});
+      else
+        StoreMatrices(to, x);
+    }
+  }
+
+  // Saves the state before chunk i, if that is asked for.
+  __device__ void SaveState(int i, const State& state) const {
+    if (in.saved == nullptr) return;
+    const int64_t to = split.SavedState(i) * kStateSize<N>;
+    if constexpr (kTerms > 1)
+      Tiles::Store(state, static_cast<float*>(in.saved) + to);
     else
-      StoreMatrices(to, rounded);
+      Tiles::StoreRounded(state, static_cast<uint4*>(in.saved) + to / 8);
   }
 
   // Stages the outputs Y = Rt S^T + A V of a tile, transposed, and moves the state on. A warp has 16
   // values as rows.
   __device__ void OutputsAndState(int i, int tile, State& s) const {
-    const uint32_t values = shared + L::kX + panel * kPanelBytes + tile * kTileStride;
-    Left x;
-    LoadLeftTransposed(values, 0, warp, x);
+    const uint32_t values = shared + L::kX + panel * kPanelTermsBytes<T> + tile * kTileStride;
+    Left x[kTerms];
+#pragma unroll
+    for (int term = 0; term < kTerms; ++term)
+      LoadLeftTransposed(values + term * kPanelBytes, 0, warp, x[term]);
+    // Matrix units cut sums off instead of rounding them, which would pile up in the state. So what a tile of
+    // floats adds is summed apart.
+    State of_tile;
+    State& sum = kTerms > 1 ? of_tile : s;
     Accumulator<2> y;
 #pragma unroll
     for (int p = 0; p < kPanels<N>; ++p) {
-      Left before[kColumnTiles];
+      Left before[kColumnTiles][kTerms];
       RoundPanel(s[p], before);
       ScaleColumns(FactorsOf(tile, p), s[p]);
       BeginProducts();
-      MultiplyOrAdd(p > 0, y, x, PackedTiles{Scores(tile, p)});
+      ForProducts<kTerms>([&](int i, int j) {
+        MultiplyOrAdd(p + i + j > 0, y, x[i], PackedTiles{Scores(tile, p) + j * kTileBytes});
+      });
 #pragma unroll
       for (int column = 0; column < kColumnTiles; ++column)
-        Multiply<true>(y, before[column], KAlongRows{ReadPanel(i, p) + tile * kTileStride, column});
+        Multiply<true>(y, before[column], KAlongRows{ReadPanel(i, p) + tile * kTileStride, column},
+                       kPanelBytes);
       CommitProducts();
-      Multiply<true>(s[p], x, KDownRows{WrittenPanel(i, p) + tile * kTileStride});
+      Multiply<kTerms == 1>(sum[p], x, KDownRows{WrittenPanel(i, p) + tile * kTileStride},
+                            kPanelBytes);
       CommitProducts();
       WaitForProducts<1>();
       Settle(y);
     }
     // No other warp reads the values that y replaces.
-    StoreTransposed(TileAddress(values, 0, warp),
-                    {Pair<T>::Round(y[0][0], y[0][1]), Pair<T>::Round(y[1][0], y[1][1]),
-                     Pair<T>::Round(y[0][2], y[0][3]), Pair<T>::Round(y[1][2], y[1][3])});
+    if constexpr (kTerms > 1)
+      StoreFloats(values, 0, warp, y);
+    else
+      StoreTransposed(TileAddress(values, 0, warp),
+                      {Pair<T>::Round(y[0][0], y[0][1]), Pair<T>::Round(y[1][0], y[1][1]),
+                       Pair<T>::Round(y[0][2], y[0][3]), Pair<T>::Round(y[1][2], y[1][3])});
     WaitForProducts<0>();
 #pragma unroll
-    for (int p = 0; p < kPanels<N>; ++p) Settle(s[p]);
+    for (int p = 0; p < kPanels<N>; ++p) {
+      Settle(sum[p]);
+      if constexpr (kTerms > 1)
+        ForEachElement<8>([&](int fragment, int e) { s[p][fragment][e] += sum[p][fragment][e]; });
+    }
   }
 
   // Stores the pieces of outputs that lie where this thread will copy the values of the next chunk.
   __device__ void StoreOutputs(const ChunkCopier<kPanelThreads>& chunk) const {
-    chunk.ForEachPiece([&](uint32_t from, int64_t element, int row) {
+    chunk.template ForEachPiece<T>([&](uint32_t from, int64_t element, int row) {
       if (row < chunk.tokens)
         *reinterpret_cast<uint4*>(static_cast<T*>(in.y) + element) =
-            *reinterpret_cast<const uint4*>(memory + L::kX + panel * kPanelBytes + from);
+            *reinterpret_cast<const uint4*>(memory + L::kX + panel * kPanelTermsBytes<T> + from);
     });
   }
 };
 
 template <typename T, int N, bool kConstant, bool kReverse, bool kMarked>
-__global__ __launch_bounds__(kThreads<N>, kBlocksPerMultiprocessor<N>) void OutputKernel(
+__global__ __launch_bounds__(kThreads<N>, kBlocksPerMultiprocessor<T, N>) void OutputKernel(
     const __grid_constant__ Scan in) {
   using Tiles = StateAccumulator<N>;
   RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
@@ -290,7 +319,8 @@ __global__ __launch_bounds__(kThreads<N>, kBlocksPerMultiprocessor<N>) void Outp
   for (int i = 0; i < split.chunks; ++i) {
     const ChunkCopier<kPanelThreads> chunk = phases.Chunk(i);
     const int64_t own_token = split.Place(i) * kChunkTokens + kTileTokens * phases.warp;
-    const uint32_t word = kMarked ? in.marks.Word(split.sequence, own_token) : 0u;
+    const uint32_t word =
+        HasMarks<T, kMarked>(in.marks) ? in.marks.Word(split.sequence, own_token) : 0u;
     const uint64_t coming = i + 1 < split.chunks ? phases.Absent(i + 1) : 0u;
     WaitForCopies<1>();
     wait_for_all(kKeysCopied);
@@ -300,8 +330,7 @@ __global__ __launch_bounds__(kThreads<N>, kBlocksPerMultiprocessor<N>) void Outp
     PublishOperands();
     wait_for_all(kScaled);
     if (i + 1 < split.chunks) phases.LoadKeys(i + 1, coming);
-    if (in.saved != nullptr)
-      Tiles::StoreRounded(state, in.saved + split.SavedState(i) * (kStateSize<N> / 8));
+    phases.SaveState(i, state);
     // Large states leave no registers for more than one tile at a time.
 #pragma unroll(kPanels<N> == 1 ? kChunkTiles : 1)
     for (int step = 0; step < kChunkTiles; ++step)
@@ -318,17 +347,19 @@ __global__ __launch_bounds__(kThreads<N>, kBlocksPerMultiprocessor<N>) void Outp
 //
 // Byte offsets in shared memory: two stages of the pipeline with x, z and w, and what is there for each
 // panel of channels.
-template <int N>
+template <typename T, int N>
 struct StateLayout {
   static constexpr int kX = 0;
-  static constexpr int kZ = kPanels<N> * kPanelBytes;  // z, then z scaled
+  static constexpr int kZ = kPanels<N> * kPanelTermsBytes<T>;  // z, then z scaled
   static constexpr int kW = 2 * kZ;
   static constexpr int kStageBytes = 3 * kZ;
   static constexpr int kFactors = 2 * kStageBytes;
   static constexpr int kConstant = kFactors + kPanels<N> * kFactorFloats * 4;
   static constexpr int kBytes = kConstant + N * 4;
 };
-static_assert(StateLayout<128>::kBytes <= kLeastSharedMemory, "a transition runs on any device");
+static_assert(StateLayout<__nv_bfloat16, 128>::kBytes <= kLeastSharedMemory &&
+                  StateLayout<float, 64>::kBytes <= kLeastSharedMemory,
+              "a transition runs on any device");
 
 // The barriers of StateKernel for each chunk, each a __syncthreads; the name is for the reader.
 //
@@ -340,7 +371,8 @@ enum StateBarrier { kCopied, kChunkScaled };
 
 template <typename T, int N, bool kConstant, bool kReverse, bool kMarked>
 struct StatePhases {
-  using L = StateLayout<N>;
+  using L = StateLayout<T, N>;
+  static constexpr int kTerms = kTermsOf<T>;
   using Tiles = StateAccumulator<N>;
   using State = typename Tiles::State;
 
@@ -360,10 +392,10 @@ struct StatePhases {
   __device__ uint32_t Stage(int i) const { return shared + i % 2 * L::kStageBytes; }
   // The panel of this warpgroup of one of the arrays.
   __device__ uint32_t OwnPanel(int i, int array) const {
-    return Stage(i) + array + panel * kPanelBytes;
+    return Stage(i) + array + panel * kPanelTermsBytes<T>;
   }
   __device__ ChunkMarks MarksOf(int i) const {
-    return split.template MarksOf<kMarked>(i, in.marks);
+    return split.template MarksOf<T, kMarked>(i, in.marks);
   }
   __device__ float* TransitionOf(int64_t order) const {
     return in.splits.template Transition<kReverse>(split.Head(), split.heads, split.span, order);
@@ -372,9 +404,9 @@ struct StatePhases {
   // Starts to copy chunk i.
   __device__ void Load(int i, uint64_t absent) const {
     const auto copier = split.Chunk(i, panel, absent);
-    if constexpr (!kConstant) copier.Copy(OwnPanel(i, L::kW), in.w);
-    copier.Copy(OwnPanel(i, L::kZ), in.z);
-    copier.Copy(OwnPanel(i, L::kX), in.x);
+    if constexpr (!kConstant) copier.Copy(OwnPanel(i, L::kW), static_cast<const T*>(in.w));
+    copier.Copy(OwnPanel(i, L::kZ), static_cast<const T*>(in.z));
+    copier.Copy(OwnPanel(i, L::kX), static_cast<const T*>(in.x));
     CommitCopies();
   }
   // Each thread converts the pieces of x that it has copied: x is used as it is.
@@ -418,24 +450,28 @@ struct StatePhases {
           total[i][e] = d * static_cast<float>(__popcll(present));
         });
       } else {
-        uint32_t log_decays[4];
+        uint32_t log_decays[kTerms][4];
         decays.Load(tile, warp, static_cast<uint32_t>(present >> 16 * tile) & kAllRows, log_decays);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) sum[i][e] = total[i][e];
-          WarpMultiplyHalf(sum[i], sooner.a, log_decays[2 * i], log_decays[2 * i + 1]);
-          WarpMultiplyHalf(total[i], all.a, log_decays[2 * i], log_decays[2 * i + 1]);
+          const auto add = [&](float (&to)[4], const Ones& ones) {
+            AddTerms<kTerms>(to, [&](int term, float (&of_term)[4]) {
+              WarpMultiplyHalf(of_term, ones.a, log_decays[term][2 * i],
+                               log_decays[term][2 * i + 1]);
+            });
+          };
+          add(sum[i], sooner);
+          add(total[i], all);
         }
       }
-      uint32_t z[4], e[4];
-      LoadMatrices(TileAddress(z_panel, 16 * tile, warp), z);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) z[j] = ToBf16<T>(z[j]);
-      Exponentials([&](int i, int j) { return sum[i][j]; }, e);
-      MultiplyPairs(z, e, z);
-      if (clears) KeepRowsBetween(begin - 16 * tile, end - 16 * tile, z);
-      StoreMatrices(TileAddress(z_panel, 16 * tile, warp), z);
+      Two<T> z[4];
+      Left scaled[kTerms];
+      LoadTile<T>(z_panel, tile, warp, z);
+      ScaleTile<T>(z, [&](int i, int j) { return Exp2(sum[i][j]); }, scaled);
+      if (clears) KeepRowsBetween(begin - 16 * tile, end - 16 * tile, scaled);
+      StoreTile(z_panel, tile, warp, scaled);
     }
     StoreFactors(warp,
                  {{Exp2(total[0][0]), Exp2(total[0][1])}, {Exp2(total[1][0]), Exp2(total[1][1])}},
@@ -444,6 +480,8 @@ struct StatePhases {
 
   // S <- S diag(d) + x z^T over chunk i.
   __device__ void Advance(int i, State& s) const {
+    State of_chunk;  // as of_tile
+    State& sum = kTerms > 1 ? of_chunk : s;
 #pragma unroll
     for (int p = 0; p < kPanels<N>; ++p) ScaleColumns(FactorsOf(p), s[p]);
     BeginProducts();
@@ -451,12 +489,20 @@ struct StatePhases {
     for (int p = 0; p < kPanels<N>; ++p)
 #pragma unroll
       for (int tile = 0; tile < kChunkTiles; ++tile)
-        Multiply<true>(s[p], warp, KDownRows{OwnPanel(i, L::kX), tile},
-                       KDownRows{Stage(i) + L::kZ + p * kPanelBytes, tile});
+        ForProducts<kTerms>([&](int a, int b) {
+          MultiplyOrAdd(
+              kTerms == 1 || tile + a + b > 0, sum[p], warp,
+              KDownRows{OwnPanel(i, L::kX) + a * kPanelBytes, tile},
+              KDownRows{Stage(i) + L::kZ + p * kPanelTermsBytes<T> + b * kPanelBytes, tile});
+        });
     CommitProducts();
     WaitForProducts<0>();
 #pragma unroll
-    for (int p = 0; p < kPanels<N>; ++p) Settle(s[p]);
+    for (int p = 0; p < kPanels<N>; ++p) {
+      Settle(sum[p]);
+      if constexpr (kTerms > 1)
+        ForEachElement<8>([&](int fragment, int e) { s[p][fragment][e] += sum[p][fragment][e]; });
+    }
   }
 
   // Stores the decay of all tokens of the split, where it is asked for. `all` has its log2.
@@ -473,7 +519,7 @@ struct StatePhases {
 };
 
 template <typename T, int N, bool kConstant, bool kReverse, bool kMarked>
-__global__ __launch_bounds__(kThreads<N>, kBlocksPerMultiprocessor<N>) void StateKernel(
+__global__ __launch_bounds__(kThreads<N>, kBlocksPerMultiprocessor<T, N>) void StateKernel(
     const __grid_constant__ Scan in) {
   using Tiles = StateAccumulator<N>;
   RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
@@ -548,18 +594,18 @@ __global__ __launch_bounds__(kCombineThreads) void CombineKernel(Splits splits, 
 
 template <typename T, int N, bool kConstant, bool kReverse>
 cudaError_t ScanStates(cudaStream_t stream, const Scan& scan, const Grid& blocks) {
-  return ForMarks(scan.marks, [&](auto marked) {
+  return ForMarksOf<T>(scan.marks, [&](auto marked) {
     return Launch(StateKernel<T, N, kConstant, kReverse, marked()>, blocks, kThreads<N>,
-                  StateLayout<N>::kBytes, stream, scan);
+                  StateLayout<T, N>::kBytes, stream, scan);
   });
 }
 
 template <typename T, int N, bool kConstant, bool kReverse>
 cudaError_t ScanOutputs(cudaStream_t stream, const Scan& scan) {
-  return ForMarks(scan.marks, [&](auto marked) {
+  return ForMarksOf<T>(scan.marks, [&](auto marked) {
     return Launch(OutputKernel<T, N, kConstant, kReverse, marked()>,
                   scan.splits.Blocks(scan.dims.batch, scan.dims.heads), kThreads<N>,
-                  OutputLayout<N>::kBytes, stream, scan);
+                  OutputLayout<T, N>::kBytes, stream, scan);
   });
 }
 
@@ -578,24 +624,26 @@ cudaError_t FindStarts(cudaStream_t stream, Scan scan) {
                 scan.sequences, scan.dims.tokens, heads);
 }
 
-template <int N>
+template <typename T, int N>
 int64_t SharedMemoryOf(Pass pass) {
-  const int64_t states = StateLayout<N>::kBytes, outputs = OutputLayout<N>::kBytes;
+  const int64_t states = StateLayout<T, N>::kBytes, outputs = OutputLayout<T, N>::kBytes;
   const bool has_outputs = pass == Pass::kForward || (pass == Pass::kBackward && kPanels<N> > 1);
   return has_outputs ? std::max(states, outputs) : states;
 }
 
 }  // namespace
 
-int64_t Wkv6ScanSharedMemory(Pass pass, int64_t head_size) {
-  return head_size == 64 ? SharedMemoryOf<64>(pass) : SharedMemoryOf<128>(pass);
+int64_t Wkv6ScanSharedMemory(Pass pass, Dtype dtype, int64_t head_size) {
+  using Half = __nv_bfloat16;  // float16 takes as much
+  if (dtype == Dtype::kF32) return SharedMemoryOf<float, 64>(pass);
+  return head_size == 64 ? SharedMemoryOf<Half, 64>(pass) : SharedMemoryOf<Half, 128>(pass);
 }
 
 cudaError_t Wkv6Scan(cudaStream_t stream, const Wkv6ForwardCall& call, const Splits& splits) {
   return ForKinds(call, [&](auto zero, auto size, auto constant) {
     using T = decltype(zero);
     Scan scan{call, call.v, call.k, call.initial_state, call.final_state};
-    scan.saved = static_cast<uint4*>(call.states), scan.splits = splits, scan.y = call.y;
+    scan.saved = call.states, scan.splits = splits, scan.y = call.y;
     const cudaError_t error = FindStarts<T, size(), constant(), false>(stream, scan);
     if (error != cudaSuccess) return error;
     return ScanOutputs<T, size(), constant(), false>(stream, scan);
