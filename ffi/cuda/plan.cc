@@ -30,7 +30,7 @@ Rules RulesOf(const Problem& problem) {
 const char* WhyByToken(const Rules& rules, const Problem& problem) {
   if (problem.exact) return "precision is 'highest'";
   if (problem.dtype == Dtype::kF32 && !rules.takes_float32)
-    return "of float32 only heads of 64 run on matrix units";
+    return "of float32 only wkv7 with heads of 64 runs on matrix units";
   if (rules.matrix_head_size == 0)
     return problem.op == Op::kWkv7
                ? "only head sizes that are multiples of 8 from 16 to 128 run on matrix units"
@@ -75,11 +75,8 @@ void LayOutMatrixUnits(const Rules& rules, const Problem& problem, Plan& plan) {
   const Splits splits{plan.splits, nullptr, plan.transition_floats, plan.split_chunks};
   const int64_t heads_with_transitions = sequences ? problem.heads : problem.AllHeads();
   plan.transitions = Take(heads_with_transitions * splits.Stride(), plan.scratch);
-  const bool keeps = !rules.has_relays && !rules.walks_backwards;
   const int64_t floats = StateGradientFloats(problem.dtype, rules.matrix_head_size);
-  plan.gradients = Take(keeps ? states * floats : 0, plan.scratch);
-  const bool orders = backward && rules.has_relays && sequences;
-  plan.order = Take(orders ? problem.rows * chunks : 0, plan.scratch);
+  plan.gradients = Take(rules.walks_backwards ? 0 : states * floats, plan.scratch);
   plan.replay_heads = replays ? std::min(states, plan.replay_heads) : 0;
   plan.replay = Take(plan.replay_heads * plan.replay_floats, plan.scratch);
 }

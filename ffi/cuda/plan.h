@@ -49,7 +49,6 @@ struct Plan {
   int64_t sums = 0;         // partial sums of the gradients of shared parameters
   int64_t transitions = 0;  // what splits do to a state
   int64_t gradients = 0;    // of the states at the ends of chunks
-  int64_t order = 0;        // of the chunks of sequences of different lengths, for relays
   int64_t replay = 0;
   int64_t scratch = 0;
 

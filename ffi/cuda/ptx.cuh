@@ -37,21 +37,6 @@ __device__ inline int Opaque(int x) {
   return x;
 }
 
-// Loads and stores two words that blocks which run at the same time hand on. Neither is in the order of other accesses.
-__device__ inline uint2 LoadHandedOn(const uint32_t* from) {
-  uint2 x;
-  asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];"
-               : "=r"(x.x), "=r"(x.y)
-               : "l"(from)
-               : "memory");
-  return x;
-}
-
-__device__ inline void HandOn(uint32_t* to, uint2 x) {
-  asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(x.x), "r"(x.y)
-               : "memory");
-}
-
 __device__ inline float Exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

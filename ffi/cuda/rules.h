@@ -24,9 +24,6 @@ struct Rules {
   // Whether those kernels leave gradients of chunks that decay too far for their arithmetic to the
   // kernel that goes token by token.
   bool may_be_steep;
-  // Whether they hand the gradients of states on from chunk to chunk. If not, those at the ends of chunks lie in the
-  // scratch.
-  bool has_relays;
   // The bytes of shared memory that a block of any of those kernels needs.
   int64_t shared_memory;
   // In how many splits at most those kernels run a sequence, where there are `heads` sequences.

@@ -1,7 +1,6 @@
 // The kernels that all operators share besides their own.
-#include "launch.cuh"
-#include "relays.h"
 #include "splits.h"
+#include "launch.cuh"
 
 namespace rwkv_jax::cuda {
 namespace {
@@ -73,60 +72,6 @@ __global__ __launch_bounds__(kSumThreads) void SumKernel(Sequences sequences, in
   if (active) input.to[sequence * columns + column] = sum;
 }
 
-// Finds the place of a chunk in the order: chunks with fewer chunks of their split after them come before it.
-__device__ void FindOrder(const Relays& relays, int64_t chunk) {
-  const int owner = relays.sequences.owners[chunk];
-  int64_t split = 0, position = 0, turn = 0, all = 0;
-  if (owner >= 0) {
-    const Span span = relays.sequences(owner, relays.tokens);
-    const int64_t each = relays.splits.ChunksPerSplit(span.Chunks());
-    split = (chunk - span.first_chunk) / each;
-    const int64_t behind = (split + 1) * each;
-    position = (behind < span.Chunks() ? behind : span.Chunks()) - 1 - (chunk - span.first_chunk);
-  }
-  for (int64_t i = 0; i < relays.batch; ++i) {
-    const int64_t chunks = relays.sequences(i, relays.tokens).Chunks();
-    if (chunks == 0) continue;
-    const int64_t each = relays.splits.ChunksPerSplit(chunks);
-    const int64_t full = chunks / each, left = chunks % each;
-    turn += full * (position < each ? position : each) + (position < left ? position : left);
-    if (i < owner) turn += (position < each ? full : 0) + (position < left);
-    all += chunks;
-  }
-  if (owner >= 0) relays.order[turn + split] = static_cast<int32_t>(chunk);
-  if (chunk >= all) relays.order[chunk] = -1;
-}
-
-// A block for each relay.
-__global__ __launch_bounds__(kThreads) void BeginKernel(Relays relays) {
-  const int64_t heads = relays.heads, block = blockIdx.y * int64_t{gridDim.x} + blockIdx.x;
-  const Splits& splits = relays.splits;
-  if (relays.sequences.Given()) {
-    const int64_t threads = int64_t{gridDim.x} * gridDim.y * kThreads;
-    for (int64_t chunk = block * kThreads + threadIdx.x; chunk < relays.chunks; chunk += threads)
-      FindOrder(relays, chunk);
-  }
-  const BlockWork work = splits.WorkOfBlock<true>(relays.sequences, relays.tokens, heads, false);
-  if (work.split < 0) return;
-  RelayPlace place;
-  place.row = work.turn.sequence, place.head = blockIdx.x % heads;
-  place.span = work.turn.span, place.split = work.split;
-
-  const int64_t of_all = place.row * heads + place.head;
-  const int64_t order = splits.Count(place.span.Chunks()) - 1 - place.split;
-  const bool at_end = order == 0;
-  const float* const from = at_end ? relays.start + of_all * relays.rows * relays.columns
-                                   : splits.Transition<true>(of_all, heads, place.span, order - 1);
-  const int rows = at_end ? relays.rows : relays.size;
-  const int columns = at_end ? relays.columns : relays.size;
-  const Baton to = relays.BatonOf(place);
-  for (int i = threadIdx.x; i < to.rows * to.columns; i += kThreads) {
-    const int row = i / to.columns, column = i % to.columns;
-    const float x = row < rows && column < columns ? from[row * columns + column] : 0.0f;
-    to.words[i] = place.Chunks() > 0 ? Tagged(x, 0) : __float_as_uint(x);
-  }
-}
-
 }  // namespace
 
 cudaError_t ClearOutside(cudaStream_t stream, const Sequences& sequences, int64_t rows,
@@ -158,12 +103,6 @@ cudaError_t SumPartials(cudaStream_t stream, int64_t count, const Sequences& seq
   const bool short_ones = sequences.Given() && partials < kSumWarps * count;
   return short_ones ? launch(std::integral_constant<int, 1>())
                     : launch(std::integral_constant<int, kSumWarps>());
-}
-
-cudaError_t BeginRelays(cudaStream_t stream, const Relays& relays) {
-  if (relays.batch * relays.heads == 0) return cudaSuccess;
-  return Launch(BeginKernel, relays.splits.Blocks(relays.batch, relays.heads), kThreads, 0, stream,
-                relays);
 }
 
 }  // namespace rwkv_jax::cuda

@@ -21,7 +21,6 @@ Rules Wkv6Rules(const Problem& problem) {
   return {size == problem.value_size && (size == 64 || size == 128) ? size : 0,
           size == 64,
           false,  // no decay is too fast for these kernels
-          false,
           problem.pass == Pass::kBackward
               ? std::max(scan, Wkv6GradientSharedMemory(problem.dtype, size))
               : scan,

@@ -1,7 +1,6 @@
 // WKV7 on matrix units, the gradients of the inputs: one block of threads per head and chunk of 64
 // tokens. A block starts from the saved state S0 before its chunk and from dS, the gradient of the
-// state after its chunk. Of decays with a bound, the block of the chunk after this one hands dS on (relays.h);
-// of others, the reverse scan of scan.cu has left it.
+// state after its chunk, which the reverse scan of scan.cu has left.
 //
 // The recurrence (RWKV-7, arXiv:2503.14456, "state evolution"), with d_t = exp(log d_t) made from
 // w_t:
@@ -42,8 +41,6 @@
 //   dBh = U dSh + dQrb^T Rt + dAab^T At      dRt = dY Sp + dQrb Bh + dQrk Kh
 //   dKh = V dSh + dQrk^T Rt + dAak^T At      dAt = dZ Sp + dAab Bh + dAak Kh
 //
-// and dS of the chunk before is (dS + dY^T Rt + dZ^T At) 2^c with a bound.
-//
 // A term that joins operands of two frames has the factor 2^(c of the later - c of the earlier) besides, where Sp
 // belongs to the first frame and dSh to the last. It is a power of two, so that multiplying by it rounds nothing.
 // The left operand of a product is multiplied by it in registers, or the sum where all its terms have the same.
@@ -75,7 +72,7 @@
 //   ScaleState         Sp dSh               all                 block: operands are scaled
 //   TokenProducts      M Aak Qrb Qrk        one product each    block: products are stored
 //   Values             Z U                  half 0              half: U of all panels is stored
-//   ValueGradients     dU dZ dV             half 1              half: dS is stored
+//   ValueGradients     dU dZ dV             half 1
 //   TriangleGradients  dQrb dQrk            half 0              values: dZ is stored, and Qrb, Qrk,
 //                                                                 M and Aak have been read
 //   ValueGradients     stages dV in M, Aak  half 1              warpgroup: dV is staged
@@ -154,9 +151,9 @@ struct GradientLayout {
   static constexpr int kQrb = kAak + kPanelBytes;  // Qrb, dQrb
   static constexpr int kQrk = kQrb + kPanelBytes;  // Qrk, dQrk
   static constexpr int kTermBytes = kQrk + kPanelBytes;
-  // float [4, N]: first the sums of the log decays of both halves, and then 2^c; or, of decays without a bound, the
-  // factors of S0 and dS, and then Centres. Then rows 0 and 1 have the sums of dS * S_L of both halves, and row 3
-  // has the sum of the reads of the second half.
+  // float [4, N]: first the sums of the log decays of both halves or, of decays without a bound, the factors of S0
+  // and dS, and then Centres. Then rows 0 and 1 have the sums of dS * S_L of both halves, and row 3 has the sum
+  // of the reads of the second half.
   static constexpr int kSums = kTerms * kTermBytes;
   static constexpr int kBytes = kSums + 4 * N * sizeof(float);
 };
@@ -517,12 +514,6 @@ struct DecayTerms {
   float written[2] = {};       // dS * S_L, summed over some of the rows of the state
 };
 
-// What the reverse scan has left, and the list of steep chunks.
-struct ReverseScanned {
-  const uint4* gradients;
-  uint32_t* steep;
-};
-
 // The phases, and what a thread knows of its place in the block.
 template <typename T, int N, bool kMarked, bool kFramed, typename Call>
 class ChunkGradients {
@@ -535,7 +526,6 @@ class ChunkGradients {
   static constexpr int kTerms = L::kTerms;
   static constexpr bool kFloat = kTerms > 1;
   static_assert(!kFloat || (kFramed && kMarked), "floats have one kernel");
-  static constexpr bool kRelays = !kFramed;
   // Whether heads have no other K and V than N.
   static constexpr bool kFilled = !kMarked || kKeyed || kFloat;
   static constexpr int kTiles = N / kTileTokens;
@@ -548,10 +538,6 @@ class ChunkGradients {
     uint4 s0[kStateSteps][kTerms], ds[kFramed ? kStateSteps : 1][kTerms];
   };
 
-  // A state is handed on in parts of some columns.
-  static constexpr int kPartColumns = 32, kStateParts = N / kPartColumns;
-  using StateSum = Accumulator<kPartColumns / 8>;
-
   __device__ ChunkGradients(const Call& call, unsigned char* memory)
       : call(call),
         memory(memory),
@@ -562,30 +548,30 @@ class ChunkGradients {
         half(group % 2) {}
 
   // Finds the chunk and the head of this block. Returns false if the block has nothing to do.
-  __device__ __forceinline__ bool Find(const ReverseScanned&) {
+  __device__ __forceinline__ bool Find() {
     // Divisions of 64 bits would cost more.
     const unsigned heads = static_cast<unsigned>(call.dims.heads);
-    chunk = static_cast<int>(blockIdx.x / heads), head = static_cast<int>(blockIdx.x % heads);
-    row = call.sequences.Given() ? call.sequences.owners[chunk]
-                                 : static_cast<int>(chunk / static_cast<unsigned>(call.dims.saved));
+    const int64_t all_chunks = blockIdx.x / heads, head = blockIdx.x - all_chunks * heads;
+    const int row = call.sequences.Given()
+                        ? call.sequences.owners[all_chunks]
+                        : static_cast<int>(all_chunks / static_cast<unsigned>(call.dims.saved));
     if (row < 0) return false;
     const Span span = call.sequences(row, call.dims.tokens);
-    FindTokens(span, chunk - static_cast<int>(span.first_chunk));
-    return true;
-  }
-  __device__ __forceinline__ bool Find(const Relays& relays) {
-    const RelayPlace place = relays.PlaceOfBlock();
-    if (place.row < 0) return false;
-    row = place.row, head = place.head;
-    chunk = static_cast<int>(place.span.first_chunk) + place.chunk;
-    FindTokens(place.span, place.chunk);
-    baton = relays.BatonOf(place), position = place.position, is_first = place.chunk == 0;
+    const int chunk = static_cast<int>(all_chunks - span.first_chunk);
+    const int64_t first_token = chunk * kChunk;
+    constexpr int kWords = kChunkTokens / kWordTokens;
+    marks_index = row * static_cast<int>(call.marks.per_row / kWords) + chunk;
+    constexpr int kUnit = kFilled ? N : 1;
+    stride = static_cast<int>(heads * kUnit);
+    first = (span.first_token + first_token) * stride + head * kUnit;
+    const int64_t left_tokens = span.tokens - first_token;
+    tokens = static_cast<int>(left_tokens < kChunkTokens ? left_tokens : kChunkTokens);
     return true;
   }
 
   // Starts the copies of the chunk in three groups: w, then what the decays scale, then the rest.
   // A state comes in registers if it is scaled before it is stored.
-  __device__ __forceinline__ void LoadChunk(const uint4* gradients, StatePieces& state) {
+  __device__ __forceinline__ void LoadChunk(const uint4* gradients, StatePieces& state) const {
     const uint64_t absent = LoadMarks().absent;
     const auto copy = [&](int to, const void* from, int size) {
 #pragma unroll
@@ -615,8 +601,7 @@ class ChunkGradients {
     if constexpr (kBf16) CommitCopies();  // else v and dy are converted with the scaled operands
     copy(L::kV, call.v, ValueSize());
     copy(L::kDy, call.dy, ValueSize());
-    const int64_t number = int64_t{chunk} * call.dims.heads + head;  // of the state
-    const int64_t index = number * kStatePieces + threadIdx.x;
+    const int64_t index = static_cast<int64_t>(blockIdx.x) * kStatePieces + threadIdx.x;
     const uint4* const states = static_cast<const uint4*>(call.states);
 #pragma unroll
     for (int i = 0; i < kStateSteps; ++i) {
@@ -630,10 +615,14 @@ class ChunkGradients {
           const int piece = threadIdx.x % kRowPieces;
           state.s0[i][term] = {};
           if (row < ValueSize() && Has(piece, KeySize()))
-            state.s0[i][term] = states[(number * ValueSize() + row) * (KeySize() / 8) + piece];
+            state.s0[i][term] =
+                states[(static_cast<int64_t>(blockIdx.x) * ValueSize() + row) * (KeySize() / 8) +
+                       piece];
         }
         if constexpr (kFramed) state.ds[i][term] = gradients[at];
       }
+      if constexpr (!kFramed)
+        CopyAsync(StatePiece(shared + L::kDs, i), gradients + index + i * L::kThreads, true);
     }
     CommitCopies();
   }
@@ -842,11 +831,7 @@ class ChunkGradients {
       scale(L::kSp, state.s0, [&](int c) { return StateFactors(frames)[c]; });
       scale(L::kDs, state.ds, [&](int c) { return StateFactors(frames)[N + c]; });
     } else {
-      scale(L::kSp, state.s0, [&](int c) {
-        const float factor = Exp2(Sums()[c] + Sums()[N + c]);
-        ChunkFactors()[c] = factor;  // the same from all threads
-        return factor;
-      });
+      scale(L::kSp, state.s0, [&](int c) { return Exp2(Sums()[c] + Sums()[N + c]); });
     }
   }
 
@@ -928,12 +913,7 @@ class ChunkGradients {
 
   // dU^T, dZ^T and dV^T of the channels of this panel; half 1. dZ is left in shared memory, dV goes
   // out by way of the panel of M or Aak.
-  __device__ __forceinline__ void ValueGradients() {
-    if constexpr (kRelays) {
-      while (!taken) TakeBaton();
-      PublishOperands();
-      WaitForHalf();
-    }
+  __device__ __forceinline__ void ValueGradients() const {
     Accumulator<8> du, dz, dv;
     Left rounded[kChunkTiles][kTerms];
     const auto keep_last_segment = [&](Accumulator<8>& sum) {
@@ -963,79 +943,6 @@ class ChunkGradients {
     WaitForWarpgroup();
     WriteRows(staged, 0, kChunkTokens, call.dv, ValueSize());
     WaitForValues();
-    if constexpr (kRelays) PassBaton();
-  }
-
-  // Takes dS as an operand, if the block of the chunk after this one has handed it on: the rows of this panel;
-  // half 1.
-  __device__ __forceinline__ void TakeBaton() {
-    StateSum ds[kStateParts] = {};
-    taken = true;
-#pragma unroll
-    for (int part = 0; part < kStateParts; ++part)
-      ForEachBatonPair(part, [&](uint32_t* at, int, int fragment, int e) {
-        const uint2 pair = LoadHandedOn(at);
-        taken = taken && HasTag(pair.x, position) && HasTag(pair.y, position);
-        ds[part][fragment][e] = Untagged(pair.x), ds[part][fragment][e + 1] = Untagged(pair.y);
-      });
-    // Four lanes have what one of them stores.
-    taken = __all_sync(~0u, taken);
-#pragma unroll
-    for (int part = 0; part < kStateParts; ++part)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int column = kPartColumns * part + 16 * i;
-        Left x;
-        Round<__nv_bfloat16>(ds[part][2 * i], ds[part][2 * i + 1], x);
-        StoreMatrices(TileAddress(At(L::kDs) + column / kPanelCols * L::kStatePanelBytes,
-                                  kPanelCols * panel + 16 * warp, column % kPanelCols / 16),
-                      x);
-      }
-  }
-
-  // Hands dS of the chunk before on, in the place of the other one: the rows of this panel; half 1.
-  __device__ __forceinline__ void PassBaton() const {
-    const ChunkMarks marks = LoadMarks();
-    Left left[2][kChunkTiles][1];  // dY^T, dZ^T
-    LoadTransposedPanel<L>(OwnPanel(L::kDy), warp, 0, left[0]);
-    LoadTransposedPanel<L>(OwnPanel(L::kDz), warp, 0, left[1]);
-    if (marks.starts != 0)
-      for (auto& tiles : left)
-#pragma unroll
-        for (int tile = 0; tile < kChunkTiles; ++tile)
-          KeepTokens(0, marks.FirstStart() - 16 * tile, tiles[tile][0]);
-#pragma unroll
-    for (int part = 0; part < kStateParts; ++part) {
-      StateSum sum, after;
-      ForEachBatonPair(part, [&](uint32_t* at, int, int fragment, int e) {
-        const uint2 pair = LoadHandedOn(at);
-        after[fragment][e] = Untagged(pair.x), after[fragment][e + 1] = Untagged(pair.y);
-      });
-      BeginProducts();
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int column = kPartColumns * part;
-        const Down right{At(i == 0 ? L::kRt : L::kAt) + column / kPanelCols * L::kPanelBytes,
-                         column % kPanelCols / 16};
-#pragma unroll
-        for (int tile = 0; tile < kChunkTiles; ++tile)
-          MultiplyOrAdd(i + tile > 0, sum, left[i][tile][0], right.Tile(tile));
-      }
-      CommitProducts();
-      Finish(sum);
-      ForEachBatonPair(part, [&](uint32_t* at, int column, int fragment, int e) {
-        const float2 factors = *reinterpret_cast<const float2*>(ChunkFactors() + column);
-        const auto before = [&](int e, float factor) {
-          const float x = marks.starts == 0 ? after[fragment][e] : 0.0f;
-          return (x + sum[fragment][e]) * factor;
-        };
-        const float x = before(e, factors.x), y = before(e + 1, factors.y);
-        if (is_first)
-          HandOn(at, {__float_as_uint(x), __float_as_uint(y)});
-        else
-          HandOn(at, {Tagged(x, position + 1), Tagged(y, position + 1)});
-      });
-    }
   }
 
   // dB and dK of this panel and half, and their terms of the decays.
@@ -1070,7 +977,6 @@ class ChunkGradients {
       const float factor = Exp2(decays.writes[fragment][e]);
       pair[0][fragment][e] *= factor, pair[1][fragment][e] *= factor;
     });
-    WaitForHalf();
     WritePair(pair, L::kU, call.db, L::kV, call.dk);
   }
 
@@ -1123,7 +1029,6 @@ class ChunkGradients {
       scale(std::integral_constant<Decay, Decay::kExp>());
     else
       scale(std::integral_constant<Decay, Decay::kLog>());
-    WaitForHalf();
     WritePair(pair, L::kDy, call.dr, L::kDz, call.da);
   }
 
@@ -1243,7 +1148,7 @@ class ChunkGradients {
       store(call.dk, dk);
       store(call.da, drate);
     }
-    StorePartials(sums, call.partials + int64_t{chunk} * kParameters * stride + head * N);
+    StorePartials(sums, call.partials + Chunk() * kParameters * stride + HeadChannel());
   }
 
   __device__ bool HasValues() const { return half == 0; }
@@ -1310,35 +1215,6 @@ class ChunkGradients {
   // The first tile of the tokens of this half.
   __device__ int FirstTile() const { return half * kHalfTiles; }
 
-  // 2^c.
-  __device__ float* ChunkFactors() const { return Sums() + 2 * N; }
-
-  __device__ void FindTokens(const Span& span, int in_row) {
-    constexpr int kWords = kChunkTokens / kWordTokens, kUnit = kFilled ? N : 1;
-    const int64_t first_token = int64_t{in_row} * kChunkTokens;
-    marks_index = row * static_cast<int>(call.marks.per_row / kWords) + in_row;
-    stride = static_cast<int>(call.dims.heads * kUnit);
-    first = (span.first_token + first_token) * stride + head * kUnit;
-    const int64_t left_tokens = span.tokens - first_token;
-    tokens = static_cast<int>(left_tokens < kChunkTokens ? left_tokens : kChunkTokens);
-  }
-
-  // Calls fn(at, column, fragment, element) with where the elements of the baton are that elements 0 and 2 of each
-  // fragment of a part begin, and their columns.
-  template <typename Fn>
-  __device__ void ForEachBatonPair(int part, Fn&& fn) const {
-#pragma unroll
-    for (int fragment = 0; fragment < kPartColumns / 8; ++fragment)
-#pragma unroll
-      for (int e = 0; e < 4; e += 2) {
-        const int row = Channel() + 4 * e;
-        const int column = kPartColumns * part + 8 * fragment + 2 * (Lane() % 4);
-        const int columns = kFilled ? N : baton.columns;
-        if (kFilled || (row < baton.rows && column < columns))
-          fn(baton.words + row * columns + column, column, fragment, e);
-      }
-  }
-
   // Addresses and operands from offsets in shared memory.
   __device__ uint32_t At(int offset) const { return shared + offset; }
   __device__ uint32_t OwnPanel(int offset) const {
@@ -1369,9 +1245,7 @@ class ChunkGradients {
   }
   // Where piece `step` of this thread lies in a state.
   __device__ uint32_t StatePiece(uint32_t state, int step) const {
-    return StatePieceAt(state, threadIdx.x + step * L::kThreads);
-  }
-  static __device__ uint32_t StatePieceAt(uint32_t state, int index) {
+    const int index = threadIdx.x + step * L::kThreads;
     const int row = index / kRowPieces, piece = index % kRowPieces;
     return PieceAddress(state + piece / 8 * L::kStatePanelBytes, row, piece % 8);
   }
@@ -1383,9 +1257,15 @@ class ChunkGradients {
     Synchronize(B::kValues, L::kThreads);
   }
 
-  // Of a keyed call: where the parameter number i of wkv7_keys begins.
+  // Of a keyed call: the chunk of this block among those of all rows, the first channel of its head, and
+  // where the parameter number i of wkv7_keys begins.
+  __device__ int64_t Chunk() const { return blockIdx.x / static_cast<unsigned>(call.dims.heads); }
+  __device__ int64_t HeadChannel() const {
+    return blockIdx.x % static_cast<unsigned>(call.dims.heads) * N;
+  }
   __device__ const float* KeyParameter(int i) const {
-    return call.parameters + (int64_t{row} * Wkv7KeysCall::kParameters + i) * stride + head * N;
+    const int64_t row = static_cast<unsigned>(Chunk()) / static_cast<unsigned>(call.dims.saved);
+    return call.parameters + (row * Wkv7KeysCall::kParameters + i) * stride + HeadChannel();
   }
 
   // What a keyed call makes operands of besides k and the rate, in shared memory: `inverse` of each token,
@@ -1454,10 +1334,12 @@ class ChunkGradients {
     }
   }
 
-  // Stages two results of this panel and half, and writes them unless the call is keyed.
+  // Stages two results of this panel and half where operands of no other half were, and writes them unless
+  // the call is keyed.
   __device__ __forceinline__ void WritePair(const HalfAccumulator (&pair)[2], int first_staged,
                                             void* first_out, int second_staged,
                                             void* second_out) const {
+    WaitForHalf();
     OwnChannels(first_staged).template StoreSum<T>(FirstTile(), pair[0]);
     OwnChannels(second_staged).template StoreSum<T>(FirstTile(), pair[1]);
     if constexpr (kKeyed) return;
@@ -1743,36 +1625,23 @@ class ChunkGradients {
   const uint32_t shared;
   const int warp, group;  // the warp in its warpgroup, and the warpgroup
   const int panel, half;
-  int row, head;           // the sequence or row, and the head in it
-  int chunk, marks_index;  // of this chunk among the chunks of all rows
-  int64_t first;           // the element of the first token of the chunk
-  int stride, tokens;      // elements from token to token; tokens of the chunk
-  // Of a relay: dS, how many chunks come after this one, whether none comes before it, and whether this warp has
-  // taken dS.
-  Baton baton;
-  uint32_t position;
-  bool is_first, taken;
+  int marks_index;     // of this chunk among the chunks of all rows
+  int64_t first;       // the element of the first token of the chunk
+  int stride, tokens;  // elements from token to token; tokens of the chunk
   // Unless kFilled, `first` and `stride` count heads.
   Frames frames = Frames::kChunk;
 };
 
-// `after` is where dS comes from: ReverseScanned or Relays.
-template <typename T, int N, bool kMarked, typename Call, typename After>
+template <typename T, int N, bool kMarked, bool kFramed, typename Call>
 __global__ __launch_bounds__(4 * N, N == 64 && kTermsOf<T> == 1 ? 2 : 1) void GradientKernel(
-    const __grid_constant__ Call call, const __grid_constant__ After after) {
-  constexpr bool kFramed = std::is_same_v<After, ReverseScanned>;
+    const __grid_constant__ Call call, const uint4* state_gradients, uint32_t* steep) {
   using Gradients = ChunkGradients<T, N, kMarked, kFramed, Call>;
   RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
   Gradients gradients(call, memory);
-  if (!gradients.Find(after)) return;
+  if (!gradients.Find()) return;
 
-  const uint4* state_gradients = nullptr;
-  uint32_t* steep = nullptr;
-  if constexpr (kFramed) state_gradients = after.gradients, steep = after.steep;
   typename Gradients::StatePieces state;
   gradients.LoadChunk(state_gradients, state);
-  if constexpr (!kFramed)
-    if (!gradients.HasValues()) gradients.TakeBaton();
   gradients.WaitForDecays();
   __syncthreads();
   typename Gradients::Decays decays;
@@ -1805,19 +1674,37 @@ __global__ __launch_bounds__(4 * N, N == 64 && kTermsOf<T> == 1 ? 2 : 1) void Gr
   if constexpr (Gradients::kKeyed) gradients.KeysGradients();
 }
 
-template <typename T, int N, typename Call, typename After>
-cudaError_t LaunchGradients(cudaStream_t stream, const Call& call, const After& after,
-                            int64_t blocks) {
-  using L = GradientLayout<T, N>;
-  if (blocks == 0) return cudaSuccess;
-  const auto launch = [&](auto marked) {
-    return Launch(GradientKernel<T, N, marked(), Call, After>, blocks, L::kThreads, L::kBytes,
-                  stream, call, after);
+template <int... kHeadSizes, typename Call>
+cudaError_t LaunchGradients(cudaStream_t stream, const Call& call, const uint4* gradients,
+                            uint32_t* steep) {
+  if (call.dims.tokens == 0) return cudaSuccess;
+  const int64_t rows = call.sequences.Given() ? 1 : call.dims.batch;
+  const int64_t blocks = rows * call.dims.saved * call.dims.heads;
+  constexpr bool kKeyed = std::is_same_v<Call, Wkv7KeyedBackwardCall>;
+  const auto launch_of = [&](auto zero, auto size, auto marked, auto framed) {
+    using L = GradientLayout<decltype(zero), size()>;
+    return Launch(GradientKernel<decltype(zero), size(), marked(), framed(), Call>, blocks,
+                  L::kThreads, L::kBytes, stream, call, gradients, steep);
   };
-  if constexpr (std::is_same_v<T, float>)
-    return launch(std::true_type());
-  else
-    return FillsMatrixHead(call.dims) ? ForMarks(call.marks, launch) : launch(std::true_type());
+  if constexpr (!kKeyed)
+    if (call.dtype == Dtype::kF32)
+      return ForHeadSize<64>(call.dims.head_size, 0.0f, [&](auto zero, auto size) {
+        return launch_of(zero, size, std::true_type(), std::true_type());
+      });
+  const int64_t head_size = MatrixHeadSize(call.dims);
+  return ForHalfTypes<kHeadSizes...>(call.dtype, head_size, [&](auto zero, auto size) {
+    const auto launch = [&](auto marked, auto framed) {
+      return launch_of(zero, size, marked, framed);
+    };
+    const auto for_marks = [&](auto framed) {
+      const auto of_marks = [&](auto marked) { return launch(marked, framed); };
+      return FillsMatrixHead(call.dims) ? ForMarks(call.marks, of_marks)
+                                        : of_marks(std::true_type());
+    };
+    if constexpr (!kKeyed)
+      if (steep != nullptr) return for_marks(std::true_type());
+    return for_marks(std::false_type());
+  });
 }
 
 }  // namespace
@@ -1830,26 +1717,12 @@ int64_t Wkv7GradientSharedMemory(Dtype dtype, int64_t head_size) {
 
 cudaError_t Wkv7Gradients(cudaStream_t stream, const Wkv7BackwardCall& call, const uint4* gradients,
                           uint32_t* steep) {
-  const ReverseScanned after{gradients, steep};
-  const int64_t rows = call.sequences.Given() ? 1 : call.dims.batch;
-  const int64_t blocks = rows * call.dims.saved * call.dims.heads;
-  if (call.dtype == Dtype::kF32) return LaunchGradients<float, 64>(stream, call, after, blocks);
-  return ForHalfTypes<64, 128>(call.dtype, MatrixHeadSize(call.dims), [&](auto zero, auto size) {
-    return LaunchGradients<decltype(zero), size()>(stream, call, after, blocks);
-  });
-}
-
-cudaError_t Wkv7Gradients(cudaStream_t stream, const Wkv7BackwardCall& call, const Relays& relays) {
-  return ForHalfTypes<64, 128>(call.dtype, MatrixHeadSize(call.dims), [&](auto zero, auto size) {
-    return LaunchGradients<decltype(zero), size()>(stream, call, relays, relays.Blocks());
-  });
+  return LaunchGradients<64, 128>(stream, call, gradients, steep);
 }
 
 cudaError_t Wkv7Gradients(cudaStream_t stream, const Wkv7KeyedBackwardCall& call,
-                          const Relays& relays) {
-  return ForHalfTypes<64>(call.dtype, MatrixHeadSize(call.dims), [&](auto zero, auto size) {
-    return LaunchGradients<decltype(zero), size()>(stream, call, relays, relays.Blocks());
-  });
+                          const uint4* gradients) {
+  return LaunchGradients<64>(stream, call, gradients, nullptr);
 }
 
 }  // namespace rwkv_jax::cuda

@@ -6,7 +6,6 @@
 #include <cstdint>
 
 #include "plan.h"
-#include "relays.h"
 #include "rwkv_jax/wkv7.h"
 #include "splits.h"
 
@@ -78,27 +77,19 @@ cudaError_t Wkv7Scan(cudaStream_t stream, const Wkv7KeyedForwardCall& call, cons
                      const Splits& splits);
 
 // Leaves the gradients of the states at the ends of chunks, [B, N, H, V, K] in the dtype of saved states with
-// MatrixHeadSize for V and K, and dinitial_state. Of float32 or decays without a bound.
+// MatrixHeadSize for V and K.
 cudaError_t Wkv7ReverseScan(cudaStream_t stream, const Wkv7BackwardCall& call, const Device& device,
                             const Splits& splits, uint4* gradients);
-// The other gradients, from what the reverse scan has left. A chunk is steep if it decays too far for the arithmetic
-// of this kernel, as none can of Decay::kSigmoid. `steep` gets, behind their count, which is 0 before, the numbers
-// of those chunks in [B, N, H]; nothing of them is written.
+cudaError_t Wkv7ReverseScan(cudaStream_t stream, const Wkv7KeyedBackwardCall& call,
+                            const Device& device, const Splits& splits, uint4* gradients);
+
+// All gradients but dinitial_state, from what the reverse scan has left. A chunk is steep if it decays too
+// far for the arithmetic of this kernel, as none can of Decay::kSigmoid. `steep` gets, behind their
+// count, which is 0 before, the numbers of those chunks in [B, N, H]; nothing of them is written.
 cudaError_t Wkv7Gradients(cudaStream_t stream, const Wkv7BackwardCall& call, const uint4* gradients,
                           uint32_t* steep);
 
-// Of other calls, the gradients of states are handed on by relays (relays.h) in the kernel for gradients.
-constexpr bool HasRelays(Dtype dtype, Decay decay) {
-  return dtype != Dtype::kF32 && decay == Decay::kSigmoid;
-}
-// Leaves the gradients of the states at the ends of splits in the memory of `splits`.
-cudaError_t Wkv7ReverseSplits(cudaStream_t stream, const Wkv7BackwardCall& call,
-                              const Splits& splits);
-cudaError_t Wkv7ReverseSplits(cudaStream_t stream, const Wkv7KeyedBackwardCall& call,
-                              const Splits& splits);
-// All gradients, from relays that have begun.
-cudaError_t Wkv7Gradients(cudaStream_t stream, const Wkv7BackwardCall& call, const Relays& relays);
 cudaError_t Wkv7Gradients(cudaStream_t stream, const Wkv7KeyedBackwardCall& call,
-                          const Relays& relays);
+                          const uint4* gradients);
 
 }  // namespace rwkv_jax::cuda

@@ -3,24 +3,6 @@
 #include "wkv7/kernels.h"
 
 namespace rwkv_jax::cuda {
-namespace {
-
-// dS behind the last tokens is known, and then each chunk finds dS of the one before it.
-template <typename Call>
-cudaError_t RunRelays(cudaStream_t stream, const Call& call, const Plan& plan, float* scratch) {
-  Relays relays = {plan.SplitsIn(scratch), call.sequences, call.dims.batch, call.dims.tokens,
-                   call.dims.heads};
-  relays.rows = call.dims.value_size, relays.columns = call.dims.head_size;
-  relays.size = MatrixHeadSize(call.dims);
-  relays.start = call.dfinal_state, relays.end = call.dinitial_state;
-  relays.order = reinterpret_cast<int32_t*>(scratch + plan.order);
-  relays.chunks = call.dims.saved * (call.sequences.Given() ? 1 : call.dims.batch);
-  cudaError_t error = Wkv7ReverseSplits(stream, call, relays.splits);
-  if (error == cudaSuccess) error = BeginRelays(stream, relays);
-  return error == cudaSuccess ? Wkv7Gradients(stream, call, relays) : error;
-}
-
-}  // namespace
 
 cudaError_t Run(cudaStream_t stream, const Wkv7ForwardCall& call, const Plan& plan,
                 float* scratch) {
@@ -32,7 +14,6 @@ cudaError_t Run(cudaStream_t stream, const Wkv7BackwardCall& call, const Plan& p
                 float* scratch) {
   if (!plan.matrix_units)
     return Wkv7Backward(stream, call, plan.device, plan.Replay(scratch, plan.splits));
-  if (HasRelays(call.dtype, call.decay)) return RunRelays(stream, call, plan, scratch);
   uint4* const gradients = reinterpret_cast<uint4*>(scratch + plan.gradients);
   uint32_t* const steep =
       call.decay == Decay::kSigmoid ? nullptr : reinterpret_cast<uint32_t*>(scratch + plan.steep);
@@ -59,7 +40,10 @@ cudaError_t Run(cudaStream_t stream, const Wkv7KeyedForwardCall& call, const Pla
 
 cudaError_t Run(cudaStream_t stream, const Wkv7KeyedBackwardCall& call, const Plan& plan,
                 float* scratch) {
-  return RunRelays(stream, call, plan, scratch);
+  uint4* const gradients = reinterpret_cast<uint4*>(scratch + plan.gradients);
+  const cudaError_t error =
+      Wkv7ReverseScan(stream, call, plan.device, plan.SplitsIn(scratch), gradients);
+  return error == cudaSuccess ? Wkv7Gradients(stream, call, gradients) : error;
 }
 
 }  // namespace rwkv_jax::cuda

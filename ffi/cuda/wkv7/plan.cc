@@ -34,7 +34,6 @@ Rules Wkv7Rules(const Problem& problem) {
   return {suits ? size : 0,
           keys == 64 && values == 64 && whole,
           problem.decay != Decay::kSigmoid,
-          HasRelays(problem.dtype, problem.decay),
           problem.pass == Pass::kBackward ? std::max(scan, gradients) : scan,
           MostSplits,
           TransitionSize(size),

@@ -1196,29 +1196,23 @@ cudaError_t ForKind(const Scan& scan, Fn&& fn) {
                                        : fn(std::integral_constant<Kind, Kind::kUnbounded>());
 }
 
-// Leaves the state at the end of each split but the last in the memory of the splits.
-template <typename T, int N, bool kReverse, Kind kKind>
-cudaError_t RunSplits(cudaStream_t stream, const Scan& scan) {
-  const Splits& splits = scan.splits;
-  const int64_t batch = scan.dims.batch, heads = scan.dims.heads;
-  if (splits.count == 1) return cudaSuccess;
-  const cudaError_t error = LaunchScan<T, N, kReverse, false, Work::kTransition, kKind>(
-      stream, scan, splits.TransitionBlocks(batch, heads));
-  const Grid blocks(splits.HeadsWithTransitions(batch, heads), N / kCombineRows);
-  return error == cudaSuccess
-             ? Launch(CombineKernel<N, kReverse>, blocks, kCombineThreads, kCombineBytes<N>, stream,
-                      splits, scan.sequences, scan.dims.tokens, heads)
-             : error;
-}
-
 // The scan of all tokens, in splits if there are several: first what each does to a state, then,
 // from the state at the start of each, all of them at once.
 template <typename T, int N, bool kReverse, Kind kKind>
 cudaError_t RunScan(cudaStream_t stream, const Scan& scan, const Device& device) {
   constexpr bool kOutput = !kReverse;
-  const cudaError_t error = RunSplits<T, N, kReverse, kKind>(stream, scan);
-  if (error != cudaSuccess) return error;
-  const Grid blocks = scan.splits.Blocks(scan.dims.batch, scan.dims.heads);
+  const Splits& splits = scan.splits;
+  const int64_t batch = scan.dims.batch, heads = scan.dims.heads;
+  if (splits.count > 1) {
+    cudaError_t error = LaunchScan<T, N, kReverse, false, Work::kTransition, kKind>(
+        stream, scan, splits.TransitionBlocks(batch, heads));
+    const Grid blocks(splits.HeadsWithTransitions(batch, heads), N / kCombineRows);
+    if (error == cudaSuccess)
+      error = Launch(CombineKernel<N, kReverse>, blocks, kCombineThreads, kCombineBytes<N>, stream,
+                     splits, scan.sequences, scan.dims.tokens, heads);
+    if (error != cudaSuccess) return error;
+  }
+  const Grid blocks = splits.Blocks(batch, heads);
   // With up to two blocks on each multiprocessor it is faster that a chunk takes less time; with
   // more, that more of them hide each other's latency.
   if constexpr (N == kPanelCols) {
@@ -1287,27 +1281,23 @@ cudaError_t Wkv7ReverseScan(cudaStream_t stream, const Wkv7BackwardCall& call, c
   Scan scan = ReverseScan(call, splits);
   scan.saved = gradients;
   if (call.dtype == Dtype::kF32)
-    return RunScan<float, 64, true, Kind::kUnbounded>(stream, scan, device);
+    return ForHeadSize<64>(call.dims.head_size, 0.0f, [&](auto zero, auto size) {
+      return RunScan<float, size(), true, Kind::kUnbounded>(stream, scan, device);
+    });
   return ForHalfTypes<64, 128>(call.dtype, MatrixHeadSize(call.dims), [&](auto zero, auto size) {
-    return RunScan<decltype(zero), size(), true, Kind::kUnbounded>(stream, scan, device);
+    return ForKind(scan, [&](auto kind) {
+      return RunScan<decltype(zero), size(), true, kind()>(stream, scan, device);
+    });
   });
 }
 
-cudaError_t Wkv7ReverseSplits(cudaStream_t stream, const Wkv7BackwardCall& call,
-                              const Splits& splits) {
-  const Scan scan = ReverseScan(call, splits);
-  return ForHalfTypes<64, 128>(call.dtype, MatrixHeadSize(call.dims), [&](auto zero, auto size) {
-    return RunSplits<decltype(zero), size(), true, Kind::kBounded>(stream, scan);
-  });
-}
-
-cudaError_t Wkv7ReverseSplits(cudaStream_t stream, const Wkv7KeyedBackwardCall& call,
-                              const Splits& splits) {
-  Scan scan = ReverseScan(call, splits);
-  scan.a = call.a, scan.b = call.k;
-  scan.parameters = call.parameters, scan.inverse = call.inverse;
+cudaError_t Wkv7ReverseScan(cudaStream_t stream, const Wkv7KeyedBackwardCall& call,
+                            const Device& device, const Splits& splits, uint4* gradients) {
   return ForHalfTypes<64>(call.dtype, MatrixHeadSize(call.dims), [&](auto zero, auto size) {
-    return RunSplits<decltype(zero), size(), true, Kind::kKeyed>(stream, scan);
+    Scan scan = ReverseScan(call, splits);
+    scan.a = call.a, scan.b = call.k, scan.saved = gradients;
+    scan.parameters = call.parameters, scan.inverse = call.inverse;
+    return RunScan<decltype(zero), size(), true, Kind::kKeyed>(stream, scan, device);
   });
 }
 

@@ -405,8 +405,8 @@ inline void Launch(std::function<void()> call, dim3 blocks, int block_threads, i
   state = {early, Contents::Now()};
   if (early) seen_early.Restore();
   if (fibers.size() < threads) fibers.resize(threads);
-  // The first block to run is the one that sees memory as it is early. Otherwise blocks run in their order.
-  const uint64_t count = uint64_t{grid.x} * grid.y * grid.z, first = early ? random() % count : 0;
+  // The first block to run is the one that sees memory as it is early.
+  const uint64_t count = uint64_t{grid.x} * grid.y * grid.z, first = random() % count;
   for (uint64_t i = 0; i < count; ++i) {
     const uint64_t block = (first + i) % count, row = block / grid.x;
     block_index = dim3(block % grid.x, row % grid.y, row / grid.y);
@@ -589,8 +589,6 @@ inline void Synchronize(int number, int threads) {
 inline int Opaque(int x) { return x; }
 inline float Exp2(float x) { return x < -126.0f ? 0.0f : std::exp2(x); }
 inline float Reciprocal(float x) { return 1.0f / x; }
-inline uint2 LoadHandedOn(const uint32_t* from) { return {from[0], from[1]}; }
-inline void HandOn(uint32_t* to, uint2 x) { to[0] = x.x, to[1] = x.y; }
 inline void Prefetch(const void*) {}
 inline void PrefetchBytes(const void* address, uint32_t bytes) {
   if ((reinterpret_cast<uintptr_t>(address) | bytes) % 16 == 0 && bytes > 0) return;
