@@ -392,7 +392,9 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
   using Shared = BackwardShared<G, kKeeps>;
   constexpr bool kLarge = Shared::kLarge;
   // Whether K and V may be below N.
-  constexpr bool kPart = kSteep && kMarked && !std::is_same_v<T, float>;
+  constexpr bool kPart = kSteep && !std::is_same_v<T, float>;
+  static_assert(!kSteep || kMarked,
+                "steep chunks are rare: one kernel does for calls with marks and without");
   auto& shared = *reinterpret_cast<Shared*>(memory);
   constexpr int kRows = G::kRows;
   const G partition;
@@ -430,7 +432,7 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
       };
       const auto token_of = [&](int quad) { return first_token + quad * kReplayTokens * stride; };
       const auto marks_of = [&](int quad) {
-        if (kPart && !marks.Given()) return TileMarks<kMarked>();
+        if (kSteep && !marks.Given()) return TileMarks<kMarked>();
         return LoadMarks<kMarked>(marks, head.sequence, start + quad * kReplayTokens);
       };
       // The state before a quad, before the first token of the quad may clear it.
@@ -636,14 +638,10 @@ cudaError_t Wkv7SteepChunks(cudaStream_t stream, const Wkv7BackwardCall& call,
                             const uint32_t* steep) {
   if (scratch.heads == 0) return cudaSuccess;
   const auto launch = [&](auto zero, auto size) {
-    const auto launch = [&](auto marked) {
-      // Steep chunks are rare: one kernel for every device will do.
-      return LaunchBackward<decltype(zero), size(), marked(), false, true>(
-          stream, call, {0, scratch}, scratch.heads,
-          {steep, gradients, static_cast<int>(call.dims.head_size),
-           static_cast<int>(call.dims.value_size)});
-    };
-    return FillsMatrixHead(call.dims) ? ForMarks(call.marks, launch) : launch(std::true_type());
+    return LaunchBackward<decltype(zero), size(), true, false, true>(
+        stream, call, {0, scratch}, scratch.heads,
+        {steep, gradients, static_cast<int>(call.dims.head_size),
+         static_cast<int>(call.dims.value_size)});
   };
   if (call.dtype == Dtype::kF32) return ForHeadSize<64>(call.dims.head_size, 0.0f, launch);
   return ForHalfTypes<64, 128>(call.dtype, MatrixHeadSize(call.dims), launch);
