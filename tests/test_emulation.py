@@ -317,6 +317,12 @@ def test_segments_on_matrix_units(
     assert emulated.on_matrix_units
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_padding_makes_no_chunk_less_steep(emulated: Emulation, dtype: str) -> None:
+    case = Case(1, 64, 1, 64, dtype=dtype, decay="log", regime="near 0")
+    _check(emulated, "wkv7", case, segment_ids=np.array([4 * ([1] + 15 * [0])]))
+
+
 @pytest.mark.parametrize(
     "case",
     [

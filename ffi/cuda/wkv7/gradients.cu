@@ -636,11 +636,14 @@ class ChunkGradients {
   __device__ __forceinline__ void SumLogDecays(Decays& decays) const {
     const Ones later(false, false, true), all(true, true, true);
     float total[4] = {}, of_first[4];  // sums over the half and over its first tile
+    // The tokens of a tile that are no padding or, if all of them are none, those of the chunk from there on.
+    int counted[kHalfTiles];
 #pragma unroll
     for (int tile = 0; tile < kHalfTiles; ++tile) {
       uint32_t x[kTerms][4];
       const int token = 16 * (FirstTile() + tile);
       const uint32_t present = PresentRows(tokens - token, LoadMarks().Absent(token));
+      counted[tile] = present == kAllRows ? tokens - token : __popc(present);
       auto& w = decays.raw_w[tile];
       if constexpr (kFloat) {
         float floats[2][4];
@@ -679,12 +682,9 @@ class ChunkGradients {
       const bool slow = IsSlow(frame);
 #pragma unroll
       for (int f = 0; f < 2; ++f) {
-        const int own_tokens = tokens - kTileTokens * (FirstTile() + f);
-        const float most = fminf(kMaxFrameLog2, kMaxMeanLog2<T> * static_cast<float>(own_tokens));
+        const float most = fminf(kMaxFrameLog2, kMaxMeanLog2<T> * static_cast<float>(counted[f]));
         // Between frames c must fall, also where a token does not decay but grows.
-        decays.in_range =
-            decays.in_range &&
-            (own_tokens <= 0 || (fabsf(frame[f]) <= most && (slow || frame[f] <= 0.0f)));
+        decays.in_range = decays.in_range && fabsf(frame[f]) <= most && (slow || frame[f] <= 0.0f);
         decays.sums[i][f] = frame[f];
       }
       decays.in_halves = decays.in_halves && fabsf(sum) <= kMaxFrameLog2;
