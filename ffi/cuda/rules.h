@@ -36,7 +36,7 @@ struct Rules {
   int64_t shared_inputs;
   // Whether those kernels take the chunks of a split one after another in all of the backward pass, so that no
   // gradients of states lie in the scratch, and the gradients of shared inputs are partial sums for each split.
-  bool walks_backwards = false;
+  bool walks_backwards;
 };
 
 Rules Wkv6Rules(const Problem& problem);

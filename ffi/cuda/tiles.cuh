@@ -141,6 +141,20 @@ __device__ void LogDecays(const float (&w)[4][2], Decay form, float least, uint3
   if (present != kAllRows) KeepRows(present, log_decays[0]), KeepRows(present, log_decays[1]);
 }
 
+// sum += the sum of what add(term, sum) adds for each term. Those of second terms are summed apart: first terms of
+// log decays sum without rounding.
+template <int kTerms, typename Add>
+__device__ void AddTerms(float (&sum)[4], Add&& add) {
+  add(0, sum);
+#pragma unroll
+  for (int term = 1; term < kTerms; ++term) {
+    float apart[4] = {};
+    add(term, apart);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) sum[e] += apart[e];
+  }
+}
+
 // A tile with ones below, on or above its diagonal, divided by the scale of the log decays. As a
 // left operand it sums log decays over tokens.
 struct Ones {

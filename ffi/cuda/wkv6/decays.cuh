@@ -128,20 +128,6 @@ __device__ inline void StoreFloats(uint32_t panel, int tile, int column, const f
   });
 }
 
-// sum += the sum of what add(term, sum) adds for each term. Those of second terms are summed apart: first terms of
-// log decays sum without rounding.
-template <int kTerms, typename Add>
-__device__ void AddTerms(float (&sum)[4], Add&& add) {
-  add(0, sum);
-#pragma unroll
-  for (int term = 1; term < kTerms; ++term) {
-    float apart[4] = {};
-    add(term, apart);
-#pragma unroll
-    for (int e = 0; e < 4; ++e) sum[e] += apart[e];
-  }
-}
-
 // The sum of log2 decays of a tile below which the tile is far.
 constexpr float kMaxTileLog2 = 100.0f;
 
@@ -470,6 +456,27 @@ __device__ void SetDiagonal(Accumulator<2>& diagonal, Accumulator<2>& m) {
       m[0][e] = diagonal[0][e];
       m[1][2 + e] = diagonal[1][2 + e];
     }
+}
+
+// Stores A of a tile, or its transpose, from its products and what AddBonus has added up.
+template <typename T, bool kTransposed>
+__device__ void StoreScores(const RowMarks& marks, Accumulator<2>& bonus, Accumulator<2>& a,
+                            uint32_t packed) {
+  KeepLower(false, a);
+  if (marks.clears != 0) KeepSegments(marks, a);
+  SetDiagonal<T>(bonus, a);
+  Left rounded[kTermsOf<T>];
+  Round(a[0], a[1], rounded);
+#pragma unroll
+  for (int term = 0; term < kTermsOf<T>; ++term) {
+    const Left& x = rounded[term];
+    const uint32_t to = PackedTileAddress(packed) + term * kTileBytes;
+    // In the transpose, the upper right and the lower left 8 x 8 matrix change places.
+    if constexpr (kTransposed)
+      StoreTransposed(to, {x[0], x[2], x[1], x[3]});
+    else
+      StoreMatrices(to, x);
+  }
 }
 
 // 64 channels of a head of a chunk in arrays [B, T, H, N], and the pieces of 16 bytes of them that one

@@ -763,18 +763,7 @@ struct ChunkGradients {
       converted.converted = true;
       MultiplyByHalves(converted, tile, raw, first_column, first_column + kHalfColumns, a);
     }
-    KeepLower(false, a);
-    if (raw.marks.clears != 0) KeepSegments(raw.marks, a);
-    SetDiagonal<T>(bonus, a);
-    Left rounded[kTerms];
-    Round(a[0], a[1], rounded);
-    // In the transpose, the upper right and the lower left 8 x 8 matrix change places.
-#pragma unroll
-    for (int term = 0; term < kTerms; ++term) {
-      const Left& x = rounded[term];
-      StoreTransposed(PackedTileAddress(Packed(L::kAt, 2 * tile + warpgroup) + term * kTileBytes),
-                      {x[0], x[2], x[1], x[3]});
-    }
+    StoreScores<T, true>(raw.marks, bonus, a, Packed(L::kAt, 2 * tile + warpgroup));
   }
 
   // Leaves dA and D of the tile (left is dY, right is V), or dA^T (left is V, right is dY). Needs the

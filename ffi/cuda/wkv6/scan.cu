@@ -208,21 +208,7 @@ struct OutputPhases {
       StoreTile(r_panel, warp, column, scaled_r);
     }
     if (__any_sync(~0u, far)) MultiplyByHalves(decays, warp, raw, 0, kColumnTiles, a);
-    KeepLower(false, a);
-    if (clears) KeepSegments(raw.marks, a);
-    SetDiagonal<T>(bonus, a);
-    Left rounded[kTerms];
-    Round(a[0], a[1], rounded);
-#pragma unroll
-    for (int term = 0; term < kTerms; ++term) {
-      const Left& x = rounded[term];
-      const uint32_t to = PackedTileAddress(Scores(warp, panel) + term * kTileBytes);
-      // In the transpose, the upper right and the lower left 8 x 8 matrix change places.
-      if constexpr (kReverse)
-        StoreTransposed(to, {x[0], x[2], x[1], x[3]});
-      else
-        StoreMatrices(to, x);
-    }
+    StoreScores<T, kReverse>(raw.marks, bonus, a, Scores(warp, panel));
   }
 
   // Saves the state before chunk i, if that is asked for.

@@ -1308,15 +1308,9 @@ class ChunkGradients {
   static __device__ void AddLogDecays(float (&sum)[4], const Left (&log_decays)[kTerms],
                                       const Ones& ones, int fragment) {
     const uint32_t upper = ones.a[fragment], lower = ones.a[fragment + 2];
-    WarpMultiplyHalf(sum, log_decays[0], upper, lower);
-#pragma unroll
-    for (int term = 1; term < kTerms; ++term) {
-      // Apart: first terms sum without rounding.
-      float seconds[4] = {};
-      WarpMultiplyHalf(seconds, log_decays[term], upper, lower);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) sum[e] += seconds[e];
-    }
+    AddTerms<kTerms>(sum, [&](int term, float (&to)[4]) {
+      WarpMultiplyHalf(to, log_decays[term], upper, lower);
+    });
   }
 
   // Writes rows of a panel to global memory, to an array with heads of `size` channels, after all warps of this

@@ -38,7 +38,8 @@ Rules Wkv7Rules(const Problem& problem) {
           MostSplits,
           TransitionSize(size),
           ScratchSize,
-          0};  // no input is shared by tokens
+          0,  // no input is shared by tokens
+          false};
 }
 
 }  // namespace rwkv_jax::cuda

@@ -221,15 +221,9 @@ struct TileSums {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const auto add = [&](float (&sum)[4], const Left& ones) {
-        WarpMultiplyHalf(sum, ones, log_decays[0][2 * i], log_decays[0][2 * i + 1]);
-#pragma unroll
-        for (int term = 1; term < kTerms; ++term) {
-          // Apart: first terms sum without rounding.
-          float seconds[4] = {};
-          WarpMultiplyHalf(seconds, ones, log_decays[term][2 * i], log_decays[term][2 * i + 1]);
-#pragma unroll
-          for (int e = 0; e < 4; ++e) sum[e] += seconds[e];
-        }
+        AddTerms<kTerms>(sum, [&](int term, float (&to)[4]) {
+          WarpMultiplyHalf(to, ones, log_decays[term][2 * i], log_decays[term][2 * i + 1]);
+        });
       };
       add(upto[i], inclusive);
       add(before[i], exclusive);
