@@ -108,11 +108,7 @@ static_assert(kWordTokens == kTileTokens, "a word of marks says all about a tile
 // The pieces of 16 bytes in which a thread keeps its part of a state of 64 x 64 floats.
 constexpr int kKeptPieces = 8;
 // The blocks for which a multiprocessor has shared memory. A single one may have more registers.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
-constexpr int kBlocksPerMultiprocessor = 2;
-#else
-constexpr int kBlocksPerMultiprocessor = 1;
-#endif
+constexpr int kBlocksPerMultiprocessor = kAmpleSharedMemory ? 2 : 1;
 
 // In 32 bits, since divisions of 64 bits would cost more than all copies.
 __device__ inline unsigned HeadsOf(const Wkv6Call& call) {

@@ -526,6 +526,7 @@ inline __nv_bfloat16 __float2bfloat16_rn(float x) { return {emulation::ToBf16(x)
 inline __half __float2half_rn(float x) { return {_cvtss_sh(x, 0)}; }
 inline float __low2float(__half2 pair) { return emulation::FromHalf(pair.x.bits); }
 inline float __high2float(__half2 pair) { return emulation::FromHalf(pair.y.bits); }
+inline void __trap() { std::abort(); }
 inline void __syncthreads() { emulation::Arrive(emulation::barriers[0], emulation::threads); }
 inline int __syncthreads_and(int value) {
   return emulation::Arrive(emulation::barriers[0], emulation::threads, value != 0);
