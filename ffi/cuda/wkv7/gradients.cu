@@ -61,6 +61,9 @@
 //
 // K and V may be less than the N of a kernel, as in scan.cu.
 //
+// Where a block cannot have so much shared memory, it has no Sp and dSh there. It makes their tiles from S0 and dS
+// in global memory wherever it needs them, rounded in the same way (SavedState).
+//
 // Phases, and the barrier after each. A panel has 64 channels, a half has 32 tokens. Two warpgroups
 // share a panel; in most phases one has the first half of the tokens, the other the second.
 //
@@ -124,7 +127,7 @@ using HalfAccumulator = Accumulator<kHalfFragments>;  // 64 channels by half of 
 // are terms (matrix.cuh), and the second terms lie kTermBytes behind the first ones. What an
 // array holds changes from phase to phase; its last content is staged there on the way to global
 // memory.
-template <typename T, int N>
+template <typename T, int N, bool kAmple>
 struct GradientLayout {
   static constexpr int kTerms = kTermsOf<T>;
   static constexpr int kPanels = N / kPanelCols;
@@ -133,7 +136,7 @@ struct GradientLayout {
   static constexpr int kPanelBytes = kChunkTokens * kRowBytes;
   static constexpr int kStatePanelBytes = N * kRowBytes;
   static constexpr int kTokenBytes = kPanels * kPanelBytes;
-  static constexpr int kStateBytes = kPanels * kStatePanelBytes;
+  static constexpr int kStateBytes = kAmple ? kPanels * kStatePanelBytes : 0;
 
   static constexpr int kAt = 0;                  // a, At, dw
   static constexpr int kRt = kAt + kTokenBytes;  // r, Rt
@@ -151,9 +154,9 @@ struct GradientLayout {
   static constexpr int kQrb = kAak + kPanelBytes;  // Qrb, dQrb
   static constexpr int kQrk = kQrb + kPanelBytes;  // Qrk, dQrk
   static constexpr int kTermBytes = kQrk + kPanelBytes;
-  // float [4, N]: first the sums of the log decays of both halves or, of decays without a bound, the factors of S0
-  // and dS, and then Centres. Then rows 0 and 1 have the sums of dS * S_L of both halves, and row 3 has the sum
-  // of the reads of the second half.
+  // float [4, N]: the sums of the log decays of both halves or, of decays without a bound, the factors of S0 and dS,
+  // and Centres. Of decays with a bound the factor of S0 comes to row 0 unless kAmple, and at last the other rows
+  // have Written and LaterReads.
   static constexpr int kSums = kTerms * kTermBytes;
   static constexpr int kBytes = kSums + 4 * N * sizeof(float);
 };
@@ -349,6 +352,50 @@ struct WarpChannels {
   }
 };
 
+// A state of bfloat16 in global memory, [rows, columns], with a factor for each column unless `factors` is null. As
+// large as an operand it has zeros besides.
+struct SavedState {
+  const uint32_t* pairs;
+  const float* factors;
+  int rows, columns;
+
+  // Two elements of a row.
+  __device__ uint32_t Pair(int row, int column) const {
+    if (row >= rows || column >= columns) return 0;
+    const uint32_t x = pairs[(row * columns + column) / 2];
+    if (factors == nullptr) return x;
+    const float2 e = *reinterpret_cast<const float2*>(factors + column);
+    return Bf16::Round(Bf16::Low(x) * e.x, Bf16::High(x) * e.y);
+  }
+  __device__ void FetchIntoL2() const {
+    constexpr int kPairs = 32;  // of a line
+    const int first = threadIdx.x * kPairs;
+    if (2 * first < rows * columns) Prefetch(pairs + first);
+  }
+  // The transpose of a tile as a left operand.
+  __device__ void LoadTransposed(int tile, int column_tile, Left& x) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      x[i] = Transposed(Pair(16 * tile + i / 2 * 8 + Lane() / 4,
+                             16 * column_tile + i % 2 * 8 + 2 * (Lane() % 4)));
+  }
+};
+
+// 64 rows of it as an operand; k runs along them.
+struct SavedRows {
+  SavedState state;
+  int first, tile = 0;
+
+  __device__ SavedRows Tile(int t) const { return {state, first, t}; }
+  __device__ SavedRows Behind(int) const { return *this; }
+  __device__ void LoadLeft(int warp, Left& x) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      x[i] = state.Pair(first + 16 * warp + i % 2 * 8 + Lane() / 4,
+                        16 * tile + i / 2 * 8 + 2 * (Lane() % 4));
+  }
+};
+
 // Stores the lower triangle of a product of tokens by tokens in a panel, rounded: with the diagonal
 // if `diagonal`, and without the pairs of tokens of different segments. What is cleared may be infinite.
 template <typename L>
@@ -515,17 +562,17 @@ struct DecayTerms {
 };
 
 // The phases, and what a thread knows of its place in the block.
-template <typename T, int N, bool kMarked, bool kFramed, typename Call>
+template <typename T, int N, bool kMarked, bool kFramed, bool kAmple, typename Call>
 class ChunkGradients {
  public:
   static constexpr bool kKeyed = std::is_same_v<Call, Wkv7KeyedBackwardCall>;
-  using L = GradientLayout<T, N>;
+  using L = GradientLayout<T, N, kAmple>;
   using B = GradientBarriers<L>;
   using Channels = WarpChannels<L>;
   using Decays = HalfDecays<L::kTerms>;
   static constexpr int kTerms = L::kTerms;
   static constexpr bool kFloat = kTerms > 1;
-  static_assert(!kFloat || (kFramed && kMarked), "floats have one kernel");
+  static_assert(!kFloat || (kFramed && kMarked && kAmple), "floats have one kernel");
   // Whether heads have no other K and V than N.
   static constexpr bool kFilled = !kMarked || kKeyed || kFloat;
   static constexpr int kTiles = N / kTileTokens;
@@ -534,12 +581,14 @@ class ChunkGradients {
   static constexpr int kRowPieces = N / 8;
   static constexpr int kStatePieces = N * kRowPieces;
   static constexpr int kStateSteps = kStatePieces / L::kThreads;
-  struct StatePieces {  // the pieces of S0 and, with kFramed, of dS that a thread has
+  struct
+      StatePieces {  // the pieces of S0 and, with kFramed, of dS that a thread has where they are kAmple
     uint4 s0[kStateSteps][kTerms], ds[kFramed ? kStateSteps : 1][kTerms];
   };
 
-  __device__ ChunkGradients(const Call& call, unsigned char* memory)
+  __device__ ChunkGradients(const Call& call, const uint4* state_gradients, unsigned char* memory)
       : call(call),
+        state_gradients(state_gradients),
         memory(memory),
         shared(SharedAddress(memory)),
         warp(Warp() % 4),
@@ -571,7 +620,7 @@ class ChunkGradients {
 
   // Starts the copies of the chunk in three groups: w, then what the decays scale, then the rest.
   // A state comes in registers if it is scaled before it is stored.
-  __device__ __forceinline__ void LoadChunk(const uint4* gradients, StatePieces& state) const {
+  __device__ __forceinline__ void LoadChunk(StatePieces& state) const {
     const uint64_t absent = LoadMarks().absent;
     const auto copy = [&](int to, const void* from, int size) {
 #pragma unroll
@@ -601,6 +650,17 @@ class ChunkGradients {
     if constexpr (kBf16) CommitCopies();  // else v and dy are converted with the scaled operands
     copy(L::kV, call.v, ValueSize());
     copy(L::kDy, call.dy, ValueSize());
+    LoadStates(state);
+    CommitCopies();
+  }
+
+  // What LoadChunk does for the states.
+  __device__ __forceinline__ void LoadStates(StatePieces& state) const {
+    if constexpr (!kAmple) {
+      SavedStart().FetchIntoL2();
+      SavedGradient().FetchIntoL2();
+      return;
+    }
     const int64_t index = static_cast<int64_t>(blockIdx.x) * kStatePieces + threadIdx.x;
     const uint4* const states = static_cast<const uint4*>(call.states);
 #pragma unroll
@@ -619,12 +679,11 @@ class ChunkGradients {
                 states[(static_cast<int64_t>(blockIdx.x) * ValueSize() + row) * (KeySize() / 8) +
                        piece];
         }
-        if constexpr (kFramed) state.ds[i][term] = gradients[at];
+        if constexpr (kFramed) state.ds[i][term] = state_gradients[at];
       }
       if constexpr (!kFramed)
-        CopyAsync(StatePiece(shared + L::kDs, i), gradients + index + i * L::kThreads, true);
+        CopyAsync(StatePiece(shared + L::kDs, i), state_gradients + index + i * L::kThreads, true);
     }
-    CommitCopies();
   }
 
   // Waits until w has been copied; then until the operands that the decays scale have been.
@@ -794,8 +853,14 @@ class ChunkGradients {
     }
   }
 
-  // Sp and, with kFramed, dSh from the pieces in registers.
+  // Sp and, with kFramed, dSh from the pieces in registers; or their factors where SavedState needs them.
   __device__ __forceinline__ void ScaleState(const StatePieces& state) const {
+    if constexpr (!kAmple) {
+      const int i = threadIdx.x;
+      if (!kFramed && i < N) Sums()[i] = StartFactor(i);
+      if (frames == Frames::kTiles && i < 2 * N) Sums()[i] = StateFactors(Frames::kTiles)[i];
+      return;
+    }
     const int col = threadIdx.x % kRowPieces * 8;
     const auto scale = [&](int to, const auto& pieces, auto&& factor) {
       float e[8];
@@ -827,12 +892,9 @@ class ChunkGradients {
               x[term][0], x[term][1], x[term][2], x[term][3]};
       }
     };
-    if constexpr (kFramed) {
-      scale(L::kSp, state.s0, [&](int c) { return StateFactors(frames)[c]; });
+    scale(L::kSp, state.s0, [&](int c) { return StartFactor(c); });
+    if constexpr (kFramed)
       scale(L::kDs, state.ds, [&](int c) { return StateFactors(frames)[N + c]; });
-    } else {
-      scale(L::kSp, state.s0, [&](int c) { return Exp2(Sums()[c] + Sums()[N + c]); });
-    }
   }
 
   // M, Aak, Qrb and Qrk, shared out among the warpgroups. The warpgroup that inverts a product has
@@ -862,7 +924,7 @@ class ChunkGradients {
   __device__ __forceinline__ void Values() const {
     Accumulator<8> z, u;
     Left rounded[kChunkTiles][kTerms];
-    ChannelProduct<true>(z, StateRows(L::kSp), AllChannels(L::kAt), 0);
+    ChannelProduct<true>(z, StartRows(), AllChannels(L::kAt), 0);
     if (const ChunkMarks marks = LoadMarks(); marks.starts != 0) {
       Finish(z);
       KeepTokens<8>(0, 0, marks.FirstStart(), z);
@@ -922,7 +984,7 @@ class ChunkGradients {
         KeepTokens<8>(0, marks.LastStart(), kChunkTokens, sum);
       }
     };
-    ChannelProduct<false>(du, StateRows(L::kDs), AllChannels(L::kBh), kChunkTiles - 1);
+    ChannelProduct<false>(du, GradientRows(), AllChannels(L::kBh), kChunkTiles - 1);
     keep_last_segment(du);
     Product<L, true, kChunkTiles>(warp, du, Down{OwnPanel(L::kDy)}, Down{At(L::kQrb)});
     Finish(du);
@@ -931,7 +993,7 @@ class ChunkGradients {
     Finish(dz);
     OwnChannels(L::kDz).template StoreSum<__nv_bfloat16>(0, dz);
     RoundPanel(dz, rounded);
-    ChannelProduct<false>(dv, StateRows(L::kDs), AllChannels(L::kKh), kChunkTiles - 1);
+    ChannelProduct<false>(dv, GradientRows(), AllChannels(L::kKh), kChunkTiles - 1);
     keep_last_segment(dv);
     Product<L, true, kChunkTiles>(warp, dv, Down{OwnPanel(L::kDy)}, Down{At(L::kQrk)});
     Product<L, true>(dv, rounded, Down{At(L::kAak)});
@@ -950,7 +1012,8 @@ class ChunkGradients {
     if (LoadMarks().starts == 0) AddWrittenOfState(terms);
     HalfAccumulator pair[2];  // dBh, dKh
     Left ds[kTiles][kTerms];
-    LoadTransposedPanel<L>(StateColumns(L::kDs), warp, 0, ds);
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) LoadGradient(tile, ds[tile]);
     ForProducts<kTerms, true>([&](int i, int j) {
       ProductPair<L, false>(pair, ds, i, j, 0, HalfRows(L::kU), HalfRows(L::kV));
     });
@@ -984,7 +1047,8 @@ class ChunkGradients {
   __device__ __forceinline__ void QueryGradients(const Decays& decays, DecayTerms& terms) const {
     HalfAccumulator pair[2];  // dRt, dAt
     Left sp[kTiles][kTerms];
-    LoadTransposedPanel<L>(StateColumns(L::kSp), warp, 0, sp);
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) LoadStart(tile, sp[tile]);
     ForProducts<kTerms, true>([&](int i, int j) {
       ProductPair<L, false>(pair, sp, i, j, 0, HalfRows(L::kDy), HalfRows(L::kDz));
     });
@@ -1049,15 +1113,16 @@ class ChunkGradients {
     if (Lane() % 4 == 0)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        Sums()[half * N + Channel() + 8 * i] = terms.written[i];
+        Written(half)[Channel() + 8 * i] = terms.written[i];
         if (half == 1) LaterReads()[Channel() + 8 * i] = half_reads[i];
       }
     __syncthreads();
     float total[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float* const sum = Sums() + Channel() + 8 * i;
-      total[i] = sum[0] + sum[N] + (half == 0 ? LaterReads()[Channel() + 8 * i] : 0.0f);
+      const int channel = Channel() + 8 * i;
+      total[i] =
+          Written(0)[channel] + Written(1)[channel] + (half == 0 ? LaterReads()[channel] : 0.0f);
     }
     if (const ChunkMarks marks = LoadMarks(); (marks.starts | marks.absent) == 0) {
       ForEachElement<kHalfFragments>([&](int fragment, int e) {
@@ -1068,10 +1133,10 @@ class ChunkGradients {
       ForEachElement<kHalfFragments>([&](int fragment, int e) {
         const int token = half * kHalfTokens + 8 * fragment + 2 * (Lane() % 4) + e % 2;
         const int end = marks.SegmentEnd(token);
-        const float* const sum = Sums() + Channel() + 8 * (e / 2);
+        const int channel = Channel() + 8 * (e / 2);
         float x = reads[fragment][e] - terms.own_reads[fragment][e];
-        if (half == 0 && end > kHalfTokens) x += LaterReads()[Channel() + 8 * (e / 2)];
-        if (end == kChunkTokens) x += sum[0] + sum[N];
+        if (half == 0 && end > kHalfTokens) x += LaterReads()[channel];
+        if (end == kChunkTokens) x += Written(0)[channel] + Written(1)[channel];
         reads[fragment][e] = marks.absent >> token & 1 ? 0.0f : terms.slope[fragment][e] * x;
       });
     }
@@ -1173,6 +1238,10 @@ class ChunkGradients {
   __device__ float* StateFactors(Frames of) const {
     return of == Frames::kTiles ? reinterpret_cast<float*>(memory + L::kM) : Sums();
   }
+  // The factor of S0 in a column.
+  __device__ float StartFactor(int column) const {
+    return kFramed ? StateFactors(frames)[column] : Exp2(Sums()[column] + Sums()[N + column]);
+  }
   // Whether a channel decays so little in this half, by the sums of its tiles, that its c is 0.
   static __device__ bool IsSlow(const float (&sums)[kHalfTiles]) {
     return fmaxf(fabsf(sums[0] + sums[1]), fmaxf(fabsf(sums[0]), fabsf(sums[1]))) <=
@@ -1204,12 +1273,13 @@ class ChunkGradients {
     const uint32_t two = Fall(frame, other, channel - channel % 2);
     return PowersOfTwo((two >> 16 * (channel % 2) & 0xffffu) * 0x00010001u);
   }
-  // The sums of the reads of the second half, for all channels. With kFramed they have the place of some db
-  // that have been written.
-  __device__ float* LaterReads() const {
-    if constexpr (!kFramed) return Sums() + 3 * N;
-    return reinterpret_cast<float*>(memory + L::kU + kHalfTokens * kRowBytes);
+  // The sums of dS * S_L of a half, and of the reads of the second half, for all channels. With kFramed they have
+  // the place of some db of the half that have been written.
+  __device__ float* Written(int of_half) const {
+    return kFramed ? reinterpret_cast<float*>(memory + L::kU + of_half * kHalfTokens * kRowBytes)
+                   : Sums() + (1 + of_half) * N;
   }
+  __device__ float* LaterReads() const { return Written(1) + N; }
   // The channel of elements 0 and 1 of a fragment; elements 2 and 3 have the eighth after it.
   __device__ int Channel() const { return kPanelCols * panel + 16 * warp + Lane() / 4; }
   // The first tile of the tokens of this half.
@@ -1223,13 +1293,48 @@ class ChunkGradients {
   __device__ Channels OwnChannels(int offset) const { return {OwnPanel(offset), warp}; }
   // An array [64 tokens, N] or its transpose; k runs over all channels.
   __device__ Along AllChannels(int offset) const { return {At(offset), L::kPanelBytes}; }
-  // The rows of a state that are this panel's channels; k runs over all columns.
+  // S0 and dS, whose tiles are those of Sp and dSh.
+  __device__ SavedState SavedStart() const {
+    const int64_t size = static_cast<int64_t>(ValueSize()) * KeySize();
+    return {static_cast<const uint32_t*>(call.states) + blockIdx.x * (size / 2), Sums(),
+            ValueSize(), KeySize()};
+  }
+  __device__ SavedState SavedGradient() const {
+    return {reinterpret_cast<const uint32_t*>(state_gradients) +
+                blockIdx.x * static_cast<int64_t>(N * N / 2),
+            kFramed ? Sums() + N : nullptr, N, N};
+  }
+  // Their rows that are this panel's channels; k runs over all columns.
+  __device__ auto StartRows() const {
+    if constexpr (kAmple)
+      return StateRows(L::kSp);
+    else
+      return SavedRows{SavedStart(), panel * kPanelCols};
+  }
+  __device__ auto GradientRows() const {
+    if constexpr (kAmple)
+      return StateRows(L::kDs);
+    else
+      return SavedRows{SavedGradient(), panel * kPanelCols};
+  }
   __device__ Along StateRows(int offset) const {
     return {At(offset) + panel * kPanelCols * kRowBytes, L::kStatePanelBytes};
   }
-  // The columns of a state that are this panel's channels.
-  __device__ uint32_t StateColumns(int offset) const {
-    return At(offset) + panel * L::kStatePanelBytes;
+  // The transpose of a tile of their columns that are the channels of this warp.
+  __device__ void LoadStart(int tile, Left (&x)[kTerms]) const {
+    if constexpr (kAmple)
+      LoadColumns(L::kSp, tile, x);
+    else
+      SavedStart().LoadTransposed(tile, kChunkTiles * panel + warp, x[0]);
+  }
+  __device__ void LoadGradient(int tile, Left (&x)[kTerms]) const {
+    if constexpr (kAmple)
+      LoadColumns(L::kDs, tile, x);
+    else
+      SavedGradient().LoadTransposed(tile, kChunkTiles * panel + warp, x[0]);
+  }
+  __device__ void LoadColumns(int offset, int tile, Left (&x)[kTerms]) const {
+    Channels{At(offset) + panel * L::kStatePanelBytes, warp}.Load(tile, x);
   }
   // The rows of the tokens of a half; k runs along them.
   static __device__ Along RowsOf(int half, const Along& rows) {
@@ -1443,8 +1548,8 @@ class ChunkGradients {
 
   // Starts sum = left right over all channels, whose columns are the tokens of the chunk, brought from their own
   // frames to `frame`: of that frame, and of those behind it if kLater, or else of those before it.
-  template <bool kLater>
-  __device__ __forceinline__ void ChannelProduct(Accumulator<8>& sum, const Along& left,
+  template <bool kLater, typename LeftOperand>
+  __device__ __forceinline__ void ChannelProduct(Accumulator<8>& sum, const LeftOperand& left,
                                                  const Along& right, int frame) const {
     if (!kFramed || frames == Frames::kChunk) {
       Product<L, false, kTiles>(warp, sum, left, right);
@@ -1550,9 +1655,9 @@ class ChunkGradients {
 #pragma unroll
     for (int i = 0; i < kTiles / 2; ++i) {
       const int tile = half * (kTiles / 2) + i;
-      uint32_t s[kTerms][4], ds[kTerms][4];
-      Channels{StateColumns(L::kSp), warp}.Load(tile, s);
-      Channels{StateColumns(L::kDs), warp}.Load(tile, ds);
+      Left s[kTerms], ds[kTerms];
+      LoadStart(tile, s);
+      LoadGradient(tile, ds);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const float2 of_s = ValuesOf(s, j), of_ds = ValuesOf(ds, j);
@@ -1615,6 +1720,7 @@ class ChunkGradients {
   }
 
   const Call& call;
+  const uint4* const state_gradients;
   unsigned char* const memory;
   const uint32_t shared;
   const int warp, group;  // the warp in its warpgroup, and the warpgroup
@@ -1626,16 +1732,15 @@ class ChunkGradients {
   Frames frames = Frames::kChunk;
 };
 
-template <typename T, int N, bool kMarked, bool kFramed, typename Call>
-__global__ __launch_bounds__(4 * N, N == 64 && kTermsOf<T> == 1 ? 2 : 1) void GradientKernel(
-    const __grid_constant__ Call call, const uint4* state_gradients, uint32_t* steep) {
-  using Gradients = ChunkGradients<T, N, kMarked, kFramed, Call>;
+template <typename Gradients, typename Call>
+__device__ __forceinline__ void RunPhases(const Call& call, const uint4* state_gradients,
+                                          uint32_t* steep) {
   RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
-  Gradients gradients(call, memory);
+  Gradients gradients(call, state_gradients, memory);
   if (!gradients.Find()) return;
 
   typename Gradients::StatePieces state;
-  gradients.LoadChunk(state_gradients, state);
+  gradients.LoadChunk(state);
   gradients.WaitForDecays();
   __syncthreads();
   typename Gradients::Decays decays;
@@ -1668,17 +1773,39 @@ __global__ __launch_bounds__(4 * N, N == 64 && kTermsOf<T> == 1 ? 2 : 1) void Gr
   if constexpr (Gradients::kKeyed) gradients.KeysGradients();
 }
 
+// The blocks for which a multiprocessor has shared memory. A single one may have more registers.
+template <typename T, int N>
+constexpr int kBlocks = kAmpleSharedMemory && N == 64 && kTermsOf<T> == 1 ? 2 : 1;
+
+template <typename T, int N, bool kMarked, bool kFramed, bool kAmple, typename Call>
+__global__ __launch_bounds__(4 * N,
+                             (kBlocks<T, N>)) void GradientKernel(const __grid_constant__ Call call,
+                                                                  const uint4* state_gradients,
+                                                                  uint32_t* steep) {
+  if constexpr (kAmple || !kAmpleSharedMemory)
+    RunPhases<ChunkGradients<T, N, kMarked, kFramed, kAmple, Call>>(call, state_gradients, steep);
+  else
+    __trap();
+}
+
 template <int... kHeadSizes, typename Call>
-cudaError_t LaunchGradients(cudaStream_t stream, const Call& call, const uint4* gradients,
-                            uint32_t* steep) {
+cudaError_t LaunchGradients(cudaStream_t stream, const Call& call, const Device& device,
+                            const uint4* gradients, uint32_t* steep) {
   if (call.dims.tokens == 0) return cudaSuccess;
   const int64_t rows = call.sequences.Given() ? 1 : call.dims.batch;
   const int64_t blocks = rows * call.dims.saved * call.dims.heads;
   constexpr bool kKeyed = std::is_same_v<Call, Wkv7KeyedBackwardCall>;
   const auto launch_of = [&](auto zero, auto size, auto marked, auto framed) {
-    using L = GradientLayout<decltype(zero), size()>;
-    return Launch(GradientKernel<decltype(zero), size(), marked(), framed(), Call>, blocks,
-                  L::kThreads, L::kBytes, stream, call, gradients, steep);
+    using T = decltype(zero);
+    const auto launch = [&](auto ample) {
+      using L = GradientLayout<T, size(), ample()>;
+      return Launch(GradientKernel<T, size(), marked(), framed(), ample(), Call>, blocks,
+                    L::kThreads, L::kBytes, stream, call, gradients, steep);
+    };
+    if constexpr (kTermsOf<T> > 1)
+      return launch(std::true_type());
+    else
+      return ForSharedMemory<GradientLayout<T, size(), true>::kBytes>(device, launch);
   };
   if constexpr (!kKeyed)
     if (call.dtype == Dtype::kF32)
@@ -1705,18 +1832,19 @@ cudaError_t LaunchGradients(cudaStream_t stream, const Call& call, const uint4* 
 
 int64_t Wkv7GradientSharedMemory(Dtype dtype, int64_t head_size) {
   using Half = __nv_bfloat16;  // float16 takes as much
-  if (dtype == Dtype::kF32) return GradientLayout<float, 64>::kBytes;
-  return head_size == 64 ? GradientLayout<Half, 64>::kBytes : GradientLayout<Half, 128>::kBytes;
+  if (dtype == Dtype::kF32) return GradientLayout<float, 64, true>::kBytes;
+  return head_size == 64 ? GradientLayout<Half, 64, false>::kBytes
+                         : GradientLayout<Half, 128, false>::kBytes;
 }
 
-cudaError_t Wkv7Gradients(cudaStream_t stream, const Wkv7BackwardCall& call, const uint4* gradients,
-                          uint32_t* steep) {
-  return LaunchGradients<64, 128>(stream, call, gradients, steep);
+cudaError_t Wkv7Gradients(cudaStream_t stream, const Wkv7BackwardCall& call, const Device& device,
+                          const uint4* gradients, uint32_t* steep) {
+  return LaunchGradients<64, 128>(stream, call, device, gradients, steep);
 }
 
 cudaError_t Wkv7Gradients(cudaStream_t stream, const Wkv7KeyedBackwardCall& call,
-                          const uint4* gradients) {
-  return LaunchGradients<64>(stream, call, gradients, nullptr);
+                          const Device& device, const uint4* gradients) {
+  return LaunchGradients<64>(stream, call, device, gradients, nullptr);
 }
 
 }  // namespace rwkv_jax::cuda

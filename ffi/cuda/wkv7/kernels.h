@@ -86,10 +86,10 @@ cudaError_t Wkv7ReverseScan(cudaStream_t stream, const Wkv7KeyedBackwardCall& ca
 // All gradients but dinitial_state, from what the reverse scan has left. A chunk is steep if it decays too
 // far for the arithmetic of this kernel, as none can of Decay::kSigmoid. `steep` gets, behind their
 // count, which is 0 before, the numbers of those chunks in [B, N, H]; nothing of them is written.
-cudaError_t Wkv7Gradients(cudaStream_t stream, const Wkv7BackwardCall& call, const uint4* gradients,
-                          uint32_t* steep);
+cudaError_t Wkv7Gradients(cudaStream_t stream, const Wkv7BackwardCall& call, const Device& device,
+                          const uint4* gradients, uint32_t* steep);
 
 cudaError_t Wkv7Gradients(cudaStream_t stream, const Wkv7KeyedBackwardCall& call,
-                          const uint4* gradients);
+                          const Device& device, const uint4* gradients);
 
 }  // namespace rwkv_jax::cuda

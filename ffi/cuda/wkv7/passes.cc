@@ -20,7 +20,7 @@ cudaError_t Run(cudaStream_t stream, const Wkv7BackwardCall& call, const Plan& p
   cudaError_t error = Wkv7ReverseScan(stream, call, plan.device, plan.SplitsIn(scratch), gradients);
   if (error == cudaSuccess && steep != nullptr)
     error = cudaMemsetAsync(steep, 0, sizeof(*steep), stream);
-  if (error == cudaSuccess) error = Wkv7Gradients(stream, call, gradients, steep);
+  if (error == cudaSuccess) error = Wkv7Gradients(stream, call, plan.device, gradients, steep);
   if (error == cudaSuccess && steep != nullptr)
     error = Wkv7SteepChunks(stream, call, plan.Replay(scratch, 1), gradients, steep);
   return error;
@@ -43,7 +43,7 @@ cudaError_t Run(cudaStream_t stream, const Wkv7KeyedBackwardCall& call, const Pl
   uint4* const gradients = reinterpret_cast<uint4*>(scratch + plan.gradients);
   const cudaError_t error =
       Wkv7ReverseScan(stream, call, plan.device, plan.SplitsIn(scratch), gradients);
-  return error == cudaSuccess ? Wkv7Gradients(stream, call, gradients) : error;
+  return error == cudaSuccess ? Wkv7Gradients(stream, call, plan.device, gradients) : error;
 }
 
 }  // namespace rwkv_jax::cuda
