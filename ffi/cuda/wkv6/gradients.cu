@@ -86,15 +86,16 @@
 namespace rwkv_jax::cuda {
 namespace {
 
-// A tile is also far if one token decays further than this, in log2. The pairs of tokens that
-// cancel in dlog d are rounded, and that error would hide what passes a token that keeps so little. Of floats
-// less may be hidden. The second constant is the first one as a scaled log decay in float16.
+// A tile is also far if the tokens of a channel decay further than this on average, in log2. Where all of them
+// forget so much, the gradients of their decays are as small as what rounding leaves of the pairs of tokens that
+// cancel in them. Of floats less may be left.
 template <typename T>
-constexpr float kMaxTokenLog2 = std::is_same_v<T, float> ? 3.0f : 12.0f;
-template <typename T>
-constexpr uint32_t kMaxTokenBits = std::is_same_v<T, float> ? 0x6200 : 0x6a00;
-static_assert(kMaxTokenLog2<float> * kLogScale == 768.0f, "0x6200 is 768");
-static_assert(kMaxTokenLog2<__half> * kLogScale == 3072.0f, "0x6a00 is 3072");
+constexpr float kMaxMeanLog2 = std::is_same_v<T, float> ? 3.0f : 12.0f;
+// With Decay::kExp floats may have no token that decays further than this, by whose slope the rest is multiplied. The
+// second constant is the first one as a scaled log decay in float16.
+constexpr float kMaxTokenLog2 = 6.0f;
+constexpr uint32_t kMaxTokenBits = 0x6600;
+static_assert(kMaxTokenLog2 * kLogScale == 1536.0f, "0x6600 is 1536");
 
 constexpr int kThreads = 256;  // two warpgroups, to which floats add a third one
 constexpr int kValueThreads = 128;
@@ -669,32 +670,32 @@ struct ChunkGradients {
   // whether the tile is far.
   __device__ bool SumDecays(int tile, uint32_t present, DecaySums (&sums)[kHalfColumns]) const {
     bool far = false;
+    const float most = fminf(kMaxTileLog2, kMaxMeanLog2<T> * static_cast<float>(__popc(present)));
 #pragma unroll
     for (int i = 0; i < kHalfColumns; ++i) {
       const int column = warpgroup * kHalfColumns + i;
       if constexpr (kConstant) {
         SumByToken(decays, tile, column, present, sums[i]);
-#pragma unroll
-        for (int e = 0; e < 4; ++e)
-          far |= decays.constant[16 * column + e / 2 * 8 + 2 * (Lane() % 4) + e % 2] <
-                 -kMaxTokenLog2<T>;
       } else {
         uint32_t log_decays[kTerms][4];
         decays.Load(tile, column, present, log_decays);
         SumByToken(log_decays, sums[i]);
-        // Without their signs float16s compare as integers.
+        if constexpr (kTerms > 1) {
+          // Without their signs float16s compare as integers.
 #pragma unroll
-        for (int e = 0; e < 4; ++e)
-          far |= (log_decays[0][e] & 0x7fffu) > kMaxTokenBits<T> ||
-                 (log_decays[0][e] >> 16 & 0x7fffu) > kMaxTokenBits<T>;
-        if constexpr (kTerms > 1) __syncwarp();  // all lanes have read what others overwrite
+          for (int e = 0; e < 4; ++e)
+            far |=
+                call.decay == Decay::kExp && ((log_decays[0][e] & 0x7fffu) > kMaxTokenBits ||
+                                              (log_decays[0][e] >> 16 & 0x7fffu) > kMaxTokenBits);
+          __syncwarp();  // all lanes have read what others overwrite
+        }
 #pragma unroll
         for (int term = 0; term < kTerms; ++term)
           StoreTransposed(TileAddress(decays.w_panel + term * kPanelBytes, 16 * tile, column),
                           log_decays[term]);
       }
 #pragma unroll
-      for (int e = 0; e < 4; ++e) far |= !(sums[i].upto[e / 2][2 + e % 2] >= -kMaxTileLog2);
+      for (int e = 0; e < 4; ++e) far |= !(sums[i].upto[e / 2][2 + e % 2] >= -most);
     }
     return __any_sync(~0u, far);
   }
