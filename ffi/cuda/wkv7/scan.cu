@@ -118,7 +118,8 @@ enum class Kind {
   kKeyed,      // a keyed call, with a bound
 };
 
-template <typename T, int N, bool kOutput, Work kWork, Kind kKind>
+// `kAmple`: a block may have shared memory for long rings.
+template <typename T, int N, bool kOutput, Work kWork, Kind kKind, bool kAmple = true>
 struct ScanLayout {
   static constexpr int kTerms = kTermsOf<T>;
   static_assert(kTerms == 1 || kKind == Kind::kUnbounded);
@@ -149,12 +150,18 @@ struct ScanLayout {
 
   // Rings: tile t has place t % the number of places. There are kStages places for operands,
   // exp(G), copy barriers and marks, kDecayStages for w, which is read two tiles before the rest,
-  // and two for token products and for y. Without a bound there are factors in place of a stage.
-  static constexpr int kStages = kSpecialized ? 8 : kUnbounded && !kTransition ? 3 : 4;
-  static constexpr int kDecayStages = kSpecialized ? 8 : 2;
+  // and two for token products and for y. Without a bound there are factors in place of a stage. With one, y
+  // takes the place of v in short rings: a warp writes it over the values that it alone has read.
+  static constexpr bool kShort = kSpecialized && !kAmple;
+  static constexpr int kStages = kSpecialized && kAmple                                ? 8
+                                 : kShort && kPanels * kTerms == 1                     ? 6
+                                 : kUnbounded && (kOutput || kWork == Work::kTogether) ? 3
+                                                                                       : 4;
+  static constexpr int kDecayStages = kStages == 8 ? 8 : kStages == 6 ? 4 : 2;
+  static constexpr bool kOverValues = kOutput && kShort && !kUnbounded;
   static constexpr int kW = kStages * kOperandBytes;
   static constexpr int kY = kW + kDecayStages * kTerms * kPanelsBytes;
-  static constexpr int kProducts = kY + (kOutput ? 2 * kTerms * kPanelsBytes : 0);
+  static constexpr int kProducts = kY + (kOutput && !kOverValues ? 2 * kTerms * kPanelsBytes : 0);
   static constexpr int kDecays = kProducts + 2 * kProductBytes;  // exp(G) of the last token
   static constexpr int kDecayBytes = 4 * 4 * kDecayStride;
   static constexpr int kBarriers = kDecays + kStages * kDecayBytes;
@@ -663,10 +670,11 @@ __device__ void AdvanceState(int warp, uint32_t operands, uint32_t products, uin
 // What a block does, and what a thread knows of its place in it. `tile` counts in the order of the
 // recurrence; in reverse, tile 0 has the last tokens, and the first row of a tile is its last
 // token.
-template <typename T, int N, bool kReverse, bool kOutput, Work kWork, bool kMarked, Kind kKind>
+template <typename T, int N, bool kReverse, bool kOutput, Work kWork, bool kMarked, Kind kKind,
+          bool kAmple>
 class ScanBlock {
  public:
-  using L = ScanLayout<T, N, kOutput, kWork, kKind>;
+  using L = ScanLayout<T, N, kOutput, kWork, kKind, kAmple>;
   static constexpr bool kKeyed = L::kKeyed, kUnbounded = L::kUnbounded;
   // Whether heads have no other K and V than N.
   static constexpr bool kFilled = !kMarked || kKeyed || L::kTerms > 1;
@@ -847,7 +855,8 @@ class ScanBlock {
     return shared + L::kProducts + tile % 2 * L::kProductBytes;
   }
   __device__ uint32_t OutputOf(int tile) const {
-    return shared + L::kY + tile % 2 * L::kTerms * L::kPanelsBytes;
+    return L::kOverValues ? OperandsOf(tile) + L::kV
+                          : shared + L::kY + tile % 2 * L::kTerms * L::kPanelsBytes;
   }
 
   // Of a keyed call.
@@ -1056,23 +1065,28 @@ class ScanBlock {
   uint32_t next_word;                // marks of the tile that is copied next
 };
 
-template <typename T, int N, bool kReverse, bool kOutput, Work kWork, bool kMarked, Kind kKind>
+template <typename T, int N, bool kReverse, bool kOutput, Work kWork, bool kMarked, Kind kKind,
+          bool kAmple>
 __global__ __launch_bounds__(
-    ScanLayout<T, N, kOutput, kWork, kKind>::kThreads,
-    ScanLayout<T, N, kOutput, kWork, kKind>::kBlocks) void ScanKernel(const __grid_constant__ Scan
-                                                                          scan) {
-  using Block = ScanBlock<T, N, kReverse, kOutput, kWork, kMarked, kKind>;
-  RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
-  Block block(scan, memory);
-  if (!block.Find()) return;
-  typename Block::Scaling scaling;
-  block.Prologue(scaling);
-  if constexpr (kWork != Work::kSpecialized)
-    block.template MainLoop<true, true>(scaling);
-  else if (block.OnState())
-    block.template MainLoop<true, false>(scaling);
-  else
-    block.template MainLoop<false, true>(scaling);
+    ScanLayout<T, N, kOutput, kWork, kKind, kAmple>::kThreads,
+    ScanLayout<T, N, kOutput, kWork, kKind,
+               kAmple>::kBlocks) void ScanKernel(const __grid_constant__ Scan scan) {
+  if constexpr (kAmpleSharedMemory && !kAmple) {
+    __trap();  // ForSharedMemory chooses the other one
+  } else {
+    using Block = ScanBlock<T, N, kReverse, kOutput, kWork, kMarked, kKind, kAmple>;
+    RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
+    Block block(scan, memory);
+    if (!block.Find()) return;
+    typename Block::Scaling scaling;
+    block.Prologue(scaling);
+    if constexpr (kWork != Work::kSpecialized)
+      block.template MainLoop<true, true>(scaling);
+    else if (block.OnState())
+      block.template MainLoop<true, false>(scaling);
+    else
+      block.template MainLoop<false, true>(scaling);
+  }
 }
 
 // Makes of the transitions of the splits the state at the end of each split: S_i = S_{i-1} M_i + D_i.
@@ -1169,12 +1183,13 @@ __global__ __launch_bounds__(kCombineThreads) void CombineKernel(Splits splits, 
   }
 }
 
-template <typename T, int N, bool kReverse, bool kOutput, Work kWork, Kind kKind>
+template <typename T, int N, bool kReverse, bool kOutput, Work kWork, Kind kKind,
+          bool kAmple = true>
 cudaError_t LaunchScan(cudaStream_t stream, const Scan& scan, const Grid& blocks) {
-  using L = ScanLayout<T, N, kOutput, kWork, kKind>;
+  using L = ScanLayout<T, N, kOutput, kWork, kKind, kAmple>;
   const auto launch = [&](auto marked) {
-    return Launch(ScanKernel<T, N, kReverse, kOutput, kWork, marked(), kKind>, blocks, L::kThreads,
-                  L::kBytes, stream, scan);
+    return Launch(ScanKernel<T, N, kReverse, kOutput, kWork, marked(), kKind, kAmple>, blocks,
+                  L::kThreads, L::kBytes, stream, scan);
   };
   // Far tiles are like tiles that clear the state: one kernel does both.
   if constexpr (kKind == Kind::kUnbounded)
@@ -1209,12 +1224,16 @@ cudaError_t RunScan(cudaStream_t stream, const Scan& scan, const Device& device)
   const Grid blocks = splits.Blocks(batch, heads);
   // With up to two blocks on each multiprocessor it is faster that a chunk takes less time; with
   // more, that more of them hide each other's latency.
-  if constexpr (N == kPanelCols) {
-    const bool few = blocks.x * blocks.y <= 2 * device.multiprocessors;
-    if (!few || ScanLayout<T, N, kOutput, Work::kSpecialized, kKind>::kBytes > device.shared_memory)
+  if constexpr (N == kPanelCols)
+    if (blocks.x * blocks.y > 2 * device.multiprocessors)
       return LaunchScan<T, N, kReverse, kOutput, Work::kTogether, kKind>(stream, scan, blocks);
-  }
-  return LaunchScan<T, N, kReverse, kOutput, Work::kSpecialized, kKind>(stream, scan, blocks);
+  constexpr int kWanted = ScanLayout<T, N, kOutput, Work::kSpecialized, kKind>::kBytes;
+  return ForSharedMemory<kWanted>(device, [&](auto ample) {
+    static_assert(ample() || ScanLayout<T, N, kOutput, Work::kSpecialized, kKind, false>::kBytes <=
+                                 kLeastSharedMemory);
+    return LaunchScan<T, N, kReverse, kOutput, Work::kSpecialized, kKind, ample()>(stream, scan,
+                                                                                   blocks);
+  });
 }
 
 // Of heads of 64 and a bound that of keyed calls, which need more.
@@ -1223,8 +1242,9 @@ int64_t SharedMemory(Pass pass) {
   const int64_t transition = ScanLayout<T, N, false, Work::kTransition, kKind>::kBytes;
   if (pass != Pass::kForward && pass != Pass::kBackward) return transition;
   constexpr Work kLeast = N == kPanelCols ? Work::kTogether : Work::kSpecialized;
-  const int64_t scan = pass == Pass::kForward ? ScanLayout<T, N, true, kLeast, kKind>::kBytes
-                                              : ScanLayout<T, N, false, kLeast, kKind>::kBytes;
+  const int64_t scan = pass == Pass::kForward
+                           ? ScanLayout<T, N, true, kLeast, kKind, false>::kBytes
+                           : ScanLayout<T, N, false, kLeast, kKind, false>::kBytes;
   return std::max({transition, scan, kCombineBytes<N>});
 }
 
