@@ -194,29 +194,33 @@ def test_a_sequence_in_each_row(
 
 
 @pytest.mark.parametrize(
-    ("op", "case"),
+    ("op", "case", "gpu"),
     [
-        ("wkv6", Case(2, 130, 1, 64, dtype="bfloat16", decay="exp", regime="mixed")),
-        ("wkv6", Case(1, 70, 2, 64, dtype="float16", decay="log", regime="near 0")),
-        ("wkv5", Case(1, 130, 1, 64, dtype="bfloat16", decay="log")),
-        ("wkv7", Case(2, 130, 1, 64, dtype="bfloat16")),
-        ("wkv7", Case(1, 130, 1, 64, decay="log", regime="mixed")),
-        ("wkv7", Case(1, 130, 1, 128, dtype="bfloat16")),
-        ("wkv7", Case(1, 130, 1, 128, dtype="float16", decay="exp", regime="mixed")),
+        ("wkv6", Case(2, 130, 1, 64, dtype="bfloat16", decay="exp", regime="mixed"), "8.9"),
+        ("wkv6", Case(1, 70, 2, 64, dtype="float16", decay="log", regime="near 0"), "8.9"),
+        ("wkv5", Case(1, 130, 1, 64, dtype="bfloat16", decay="log"), "8.9"),
+        ("wkv7", Case(2, 130, 1, 64, dtype="bfloat16"), "8.9"),
+        ("wkv7", Case(1, 130, 1, 64, decay="log", regime="mixed"), "8.9"),
+        ("wkv7", Case(1, 130, 1, 64, dtype="bfloat16", decay="log", regime="steep"), "8.9"),
+        ("wkv7", Case(1, 70, 2, 48, V=24, dtype="float16", decay="exp", regime="mixed"), "8.9"),
+        ("wkv7", Case(1, 130, 1, 128, dtype="bfloat16"), "8.9"),
+        ("wkv7", Case(1, 130, 1, 128, dtype="bfloat16"), "8.0"),
+        ("wkv7", Case(1, 130, 1, 128, dtype="float16", decay="exp", regime="mixed"), "8.0"),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_same_bits_in_little_shared_memory(
-    emulated: Emulation, op: str, case: Case, packed: bool
+    emulated: Emulation, op: str, case: Case, gpu: str, packed: bool
 ) -> None:
     rows: dict[str, Any] = {"segment_ids": _ids(case)} if packed else {}
     found = []
-    for shared_memory in (DEVICES["9.0"].shared_memory, DEVICES["8.9"].shared_memory):
-        emulated.use(Device(1, shared_memory))
+    for name in ("9.0", gpu):
+        emulated.use(Device(1, DEVICES[name].shared_memory))
         found.append(_check(emulated, op, case, seeds=(1,), **rows))
         assert emulated.plans[0]["kernel"] == "matrix units"
     gradients = all(plan["kernel"] == "matrix units" for plan in emulated.plans)
+    assert gradients == (case.dtype != "float32" and (case.K < 128 or gpu != "8.9"))
     _assert_same({n: x for n, x in found[0].items() if gradients or n[0] != "d"}, found[1])
 
 
