@@ -198,6 +198,8 @@ def test_a_sequence_in_each_row(
     [
         ("wkv6", Case(2, 130, 1, 64, dtype="bfloat16", decay="exp", regime="mixed"), "8.9"),
         ("wkv6", Case(1, 70, 2, 64, dtype="float16", decay="log", regime="near 0"), "8.9"),
+        ("wkv6", Case(1, 200, 1, 64, decay="exp", regime="mixed"), "8.9"),
+        ("wkv6", Case(1, 200, 1, 128, dtype="bfloat16", decay="log"), "8.9"),
         ("wkv5", Case(1, 130, 1, 64, dtype="bfloat16", decay="log"), "8.9"),
         ("wkv7", Case(2, 130, 1, 64, dtype="bfloat16"), "8.9"),
         ("wkv7", Case(1, 130, 1, 64, decay="log", regime="mixed"), "8.9"),

@@ -52,7 +52,8 @@ __host__ __device__ constexpr int64_t Wkv6TransitionSize(int64_t head_size) {
 int64_t Wkv6ScanSharedMemory(Pass pass, Dtype dtype, int64_t head_size);
 int64_t Wkv6GradientSharedMemory(Dtype dtype, int64_t head_size);
 
-cudaError_t Wkv6Scan(cudaStream_t stream, const Wkv6ForwardCall& call, const Splits& splits);
+cudaError_t Wkv6Scan(cudaStream_t stream, const Wkv6ForwardCall& call, const Splits& splits,
+                     const Device& device);
 
 // Of heads of 128, dv, dinitial_state and the gradients of the states at the ends of chunks, [B, N, H, V, K] of
 // bfloat16. Of heads of 64, the gradients of the states at the ends of splits alone, as transitions.

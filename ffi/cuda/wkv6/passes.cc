@@ -20,7 +20,7 @@ cudaError_t FindGradients(cudaStream_t stream, const Wkv6BackwardCall& call, con
 cudaError_t Run(cudaStream_t stream, const Wkv6ForwardCall& call, const Plan& plan,
                 float* scratch) {
   if (!plan.matrix_units) return Wkv6Forward(stream, call);
-  return Wkv6Scan(stream, call, plan.SplitsIn(scratch));
+  return Wkv6Scan(stream, call, plan.SplitsIn(scratch), plan.device);
 }
 
 cudaError_t Run(cudaStream_t stream, const Wkv6BackwardCall& call, const Plan& plan,

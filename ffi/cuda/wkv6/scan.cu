@@ -39,6 +39,7 @@ struct Scan : Wkv6Call {
                        // bfloat16 or, of floats, in float, [B, N, H, V, K]
   Splits splits;
   void* y = nullptr;        // the outputs, only of OutputKernel: y, or backwards dv
+  int key_stride = 0;       // of OutputKernel, which may have it: from one stage of k to the other
   float* factor = nullptr;  // [B, H, K], if not null: gets the decay of all tokens together
 };
 
@@ -55,22 +56,28 @@ __device__ int WarpOfPanel() {
   return kPanels<N> == 1 ? Warp() : Warp() % 4;
 }
 
-// Byte offsets in shared memory of OutputKernel. r and k have two stages of the pipeline. What is
-// there for each panel is there for one panel after another, within a stage or a tile.
+// Byte offsets in shared memory of OutputKernel. r and k have two stages of the pipeline, but forwards k has one
+// where a block cannot have kBytes. What is there for each panel is there for one panel after another, within a
+// stage or a tile.
 template <typename T, int N>
 struct OutputLayout {
   static constexpr int kArrayBytes = kPanels<N> * kPanelTermsBytes<T>;
   static constexpr int kR = 0;                     // r, then Rt
-  static constexpr int kK = kR + 2 * kArrayBytes;  // k, then Kh
-  static constexpr int kX = kK + 2 * kArrayBytes;  // x, then the outputs
+  static constexpr int kX = kR + 2 * kArrayBytes;  // x, then the outputs
   static constexpr int kW = kX + kArrayBytes;
+  static constexpr int kK = kW + kArrayBytes;  // k, then Kh
   // A^T if the recurrence runs backwards. Packed; A is the sum of a matrix for each panel of channels.
-  static constexpr int kA = kW + kArrayBytes;
+  static constexpr int kA = kK + kArrayBytes;
   static constexpr int kFactors = kA + kChunkTiles * kPanels<N> * kTileTermsBytes<T>;  // exp(G_L)
   static constexpr int kU =
       kFactors + kChunkTiles * kPanels<N> * kFactorFloats * 4;   // bfloat16, or of floats float [N]
   static constexpr int kConstant = kU + N / 2 * sizeof(Two<T>);  // float [N]
-  static constexpr int kBytes = kConstant + N * 4;
+  static constexpr int kEnd = kConstant + N * 4;
+  static constexpr int kNextK = (kEnd + kPanelAlignment - 1) / kPanelAlignment * kPanelAlignment;
+  static constexpr int kBytes = kNextK + kArrayBytes;
+  static constexpr bool kFits = kBytes <= kLeastSharedMemory;
+  static constexpr int kLeastBytes = kFits ? kBytes : kEnd;
+  static_assert(kLeastBytes <= kLeastSharedMemory);
 };
 
 // The barriers of OutputKernel for each chunk, each a __syncthreads; the name is for the reader.
@@ -79,8 +86,8 @@ struct OutputLayout {
 //   kKeysCopied     copied r, k and w of the chunk           scale tiles that others have copied
 //   kScaled         scaled their tiles, and copied x         multiply the scaled operands; start to copy
 //                                                            the next w, and r and k to the other stage
-//   kOutputsStaged  put outputs in the place of x, finished  store them as whole rows; scale the next
-//                   with Rt, Kh, A and the factors           chunk
+//   kOutputsStaged  put outputs in the place of x, finished  store them as whole rows; copy x, and k of one
+//                   with Rt, Kh, A and the factors           stage; scale the next chunk
 enum OutputBarrier { kKeysCopied, kScaled, kOutputsStaged };
 
 // The phases of OutputKernel. Each phase runs in the registers of the caller: functions are inlined.
@@ -113,7 +120,11 @@ struct OutputPhases {
     return shared + L::kR + i % 2 * L::kArrayBytes + panel * kPanelTermsBytes<T>;
   }
   __device__ uint32_t KeyPanel(int i, int panel) const {
-    return shared + L::kK + i % 2 * L::kArrayBytes + panel * kPanelTermsBytes<T>;
+    return shared + L::kK + i % 2 * KeyStride() + panel * kPanelTermsBytes<T>;
+  }
+  // 0 if k has one stage.
+  __device__ int KeyStride() const {
+    return L::kFits || kReverse ? L::kNextK - L::kK : in.key_stride;
   }
   // What reads the state for the outputs, and what the state takes up.
   __device__ uint32_t ReadPanel(int i, int panel) const {
@@ -129,18 +140,22 @@ struct OutputPhases {
     return split.template MarksOf<T, kMarked>(i, in.marks).absent;
   }
 
-  // Start to copy chunk i; each is one group of copies.
+  // Start to copy chunk i: what has two stages, and then the rest, of which x is the last group of copies.
   __device__ void LoadKeys(int i, uint64_t absent) const {
     const auto copier = Chunk(i, absent);
     if constexpr (!kConstant)
       copier.Copy(shared + L::kW + panel * kPanelTermsBytes<T>, static_cast<const T*>(in.w));
     copier.Copy(ReceptancePanel(i, panel), static_cast<const T*>(in.r));
-    copier.Copy(KeyPanel(i, panel), static_cast<const T*>(in.k));
+    if (KeyStride() != 0) copier.Copy(KeyPanel(i, panel), static_cast<const T*>(in.k));
     CommitCopies();
   }
   __device__ void LoadValues(int i, uint64_t absent) const {
-    Chunk(i, absent).Copy(shared + L::kX + panel * kPanelTermsBytes<T>,
-                          static_cast<const T*>(in.x));
+    const auto copier = Chunk(i, absent);
+    if (KeyStride() == 0) {
+      copier.Copy(KeyPanel(i, panel), static_cast<const T*>(in.k));
+      CommitCopies();
+    }
+    copier.Copy(shared + L::kX + panel * kPanelTermsBytes<T>, static_cast<const T*>(in.x));
     CommitCopies();
   }
   // Each thread converts the pieces of x that it has copied: x is used as it is.
@@ -587,11 +602,13 @@ cudaError_t ScanStates(cudaStream_t stream, const Scan& scan, const Grid& blocks
 }
 
 template <typename T, int N, bool kConstant, bool kReverse>
-cudaError_t ScanOutputs(cudaStream_t stream, const Scan& scan) {
+cudaError_t ScanOutputs(cudaStream_t stream, Scan scan, bool one_stage = false) {
+  using L = OutputLayout<T, N>;
+  scan.key_stride = one_stage ? 0 : L::kNextK - L::kK;
   return ForMarksOf<T>(scan.marks, [&](auto marked) {
     return Launch(OutputKernel<T, N, kConstant, kReverse, marked()>,
                   scan.splits.Blocks(scan.dims.batch, scan.dims.heads), kThreads<N>,
-                  OutputLayout<T, N>::kBytes, stream, scan);
+                  one_stage ? L::kLeastBytes : L::kBytes, stream, scan);
   });
 }
 
@@ -612,9 +629,10 @@ cudaError_t FindStarts(cudaStream_t stream, Scan scan) {
 
 template <typename T, int N>
 int64_t SharedMemoryOf(Pass pass) {
-  const int64_t states = StateLayout<T, N>::kBytes, outputs = OutputLayout<T, N>::kBytes;
-  const bool has_outputs = pass == Pass::kForward || (pass == Pass::kBackward && kPanels<N> > 1);
-  return has_outputs ? std::max(states, outputs) : states;
+  using L = OutputLayout<T, N>;
+  const int64_t states = StateLayout<T, N>::kBytes;
+  if (pass == Pass::kForward) return std::max<int64_t>(states, L::kLeastBytes);
+  return pass == Pass::kBackward && kPanels<N> > 1 ? std::max<int64_t>(states, L::kBytes) : states;
 }
 
 }  // namespace
@@ -625,14 +643,16 @@ int64_t Wkv6ScanSharedMemory(Pass pass, Dtype dtype, int64_t head_size) {
   return head_size == 64 ? SharedMemoryOf<Half, 64>(pass) : SharedMemoryOf<Half, 128>(pass);
 }
 
-cudaError_t Wkv6Scan(cudaStream_t stream, const Wkv6ForwardCall& call, const Splits& splits) {
+cudaError_t Wkv6Scan(cudaStream_t stream, const Wkv6ForwardCall& call, const Splits& splits,
+                     const Device& device) {
   return ForKinds(call, [&](auto zero, auto size, auto constant) {
     using T = decltype(zero);
     Scan scan{call, call.v, call.k, call.initial_state, call.final_state};
     scan.saved = call.states, scan.splits = splits, scan.y = call.y;
     const cudaError_t error = FindStarts<T, size(), constant(), false>(stream, scan);
     if (error != cudaSuccess) return error;
-    return ScanOutputs<T, size(), constant(), false>(stream, scan);
+    const bool one_stage = OutputLayout<T, size()>::kBytes > device.shared_memory;
+    return ScanOutputs<T, size(), constant(), false>(stream, scan, one_stage);
   });
 }
 
