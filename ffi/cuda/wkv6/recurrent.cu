@@ -156,7 +156,7 @@ struct alignas(16) GradientGroup {
 
 // Finds the gradient of the state at the end of each split but the last one, so that splits can run
 // side by side in BackwardKernel. The gradient does not depend on the state.
-template <typename T, int N, bool kMarked>
+template <typename T, int N>
 __global__ __launch_bounds__(ForwardPartition<N>::kThreads) void SplitKernel(
     const __grid_constant__ Wkv6BackwardCall call, ReplayLot lot) {
   using G = ForwardPartition<N>;
@@ -174,17 +174,17 @@ __global__ __launch_bounds__(ForwardPartition<N>::kThreads) void SplitKernel(
   Fragment<G> ds;
   LoadState(partition, call.dfinal_state + head.State(), ds);
   T raw_w[L], raw_r[L], raw_dy[L];
-  TileMarks<kMarked> next_marks;
+  TileMarks<true> next_marks;
   const auto fetch = [&](int64_t first) {
     own.FetchDecay(first, raw_w);
     own.Fetch(call.r, first, raw_r);
     own.Fetch(call.dy, first, raw_dy);
-    next_marks = LoadMarks<kMarked>(call.marks, head.sequence, first);
+    next_marks = LoadMarks<true>(call.marks, head.sequence, first);
   };
   int64_t first = (tokens - 1) / kStageTokens * kStageTokens;
   fetch(first);
   for (; first >= length; first -= kStageTokens) {
-    const TileMarks<kMarked> marks = next_marks;
+    const TileMarks<true> marks = next_marks;
     float d[L], slope[L], r[L], dy[L];
     WithMarks<kStageTokens>(marks, [&](auto marks) {
       own.ConvertDecay(raw_w, first, own.Own(marks), d, slope);
@@ -574,7 +574,7 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 128 ? 1 : 3) v
 
 cudaError_t Wkv6Forward(cudaStream_t stream, const Wkv6ForwardCall& call) {
   const int64_t heads = call.dims.batch * call.dims.heads;
-  return ForAllTypes<16, 32, 64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
+  return ForFloatOrHalf(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
     using T = decltype(zero);
     constexpr int N = size();
     const auto launch = [&](auto tokens, auto marked) {
@@ -584,7 +584,7 @@ cudaError_t Wkv6Forward(cudaStream_t stream, const Wkv6ForwardCall& call) {
     };
     if (call.dims.tokens == 1 && !call.marks.Given() && !call.sequences.Given())
       return launch(std::integral_constant<int, 1>(), std::false_type());
-    return ForMarks(call.marks, [&](auto marked) {
+    return ForMarks<kApart<T>>(call.marks, [&](auto marked) {
       return launch(std::integral_constant<int, kGroupTokens>(), marked);
     });
   });
@@ -593,15 +593,15 @@ cudaError_t Wkv6Forward(cudaStream_t stream, const Wkv6ForwardCall& call) {
 cudaError_t Wkv6Backward(cudaStream_t stream, const Wkv6BackwardCall& call, const Device& device,
                          const ReplayScratch& scratch) {
   const int64_t heads = call.dims.batch * call.dims.heads;
-  return ForAllTypes<16, 32, 64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
+  return ForFloatOrHalf(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
     using T = decltype(zero);
     constexpr int N = size();
     using G = BackwardPartition<N>;
-    return ForMarks(call.marks, [&](auto marked) {
+    return ForMarks<kApart<T>>(call.marks, [&](auto marked) {
       return ForHeads(heads, scratch, [&](const ReplayLot& lot, int64_t count) {
         if (scratch.splits > 1 && call.dims.tokens > 0) {
-          const cudaError_t error = Launch(SplitKernel<T, N, marked()>, count,
-                                           ForwardPartition<N>::kThreads, 0, stream, call, lot);
+          const cudaError_t error =
+              Launch(SplitKernel<T, N>, count, ForwardPartition<N>::kThreads, 0, stream, call, lot);
           if (error != cudaSuccess) return error;
         }
         const auto launch = [&](auto roomy) {
