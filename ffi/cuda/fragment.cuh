@@ -50,14 +50,14 @@ __device__ inline float ToFloat(__nv_bfloat16 x) { return __bfloat162float(x); }
 __device__ inline float ToFloat(__half x) { return __half2float(x); }
 
 // An element of a 16-bit type that a kernel is told as it runs, so that it is compiled once for both types.
-union Half {
+union AnyHalf {
   __nv_bfloat16 bf16;
   __half f16;
 };
 
 template <typename T>
 __device__ float ToFloat(T x, Dtype dtype) {
-  if constexpr (std::is_same_v<T, Half>)
+  if constexpr (std::is_same_v<T, AnyHalf>)
     return dtype == Dtype::kBF16 ? ToFloat(x.bf16) : ToFloat(x.f16);
   else
     return ToFloat(x);
@@ -274,8 +274,8 @@ __device__ inline __half FromFloat<__half>(float x) {
 
 template <typename T>
 __device__ T FromFloat(float x, Dtype dtype) {
-  if constexpr (std::is_same_v<T, Half>) {
-    Half half;
+  if constexpr (std::is_same_v<T, AnyHalf>) {
+    AnyHalf half;
     if (dtype == Dtype::kBF16)
       half.bf16 = FromFloat<__nv_bfloat16>(x);
     else

@@ -14,12 +14,12 @@
 
 namespace rwkv_jax::cuda {
 
-// Calls fn(T(), integral_constant<int, head size>()), T being float or Half. 16-bit types are here only where
+// Calls fn(T(), integral_constant<int, head size>()), T being float or AnyHalf. 16-bit types are here only where
 // the kernels on matrix units do not take them, so that one kernel does for both.
 template <typename Fn>
 cudaError_t ForFloatOrHalf(Dtype dtype, int64_t head_size, Fn&& fn) {
   if (dtype == Dtype::kF32) return ForHeadSize<16, 32, 64, 128>(head_size, 0.0f, fn);
-  return ForHeadSize<16, 32, 64, 128>(head_size, Half(), fn);
+  return ForHeadSize<16, 32, 64, 128>(head_size, AnyHalf(), fn);
 }
 
 // Whether calls without marks have kernels apart from those with marks.
