@@ -10,6 +10,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "decay.cuh"
 #include "marks.cuh"
@@ -47,6 +48,20 @@ struct StatePartition {
 __device__ inline float ToFloat(float x) { return x; }
 __device__ inline float ToFloat(__nv_bfloat16 x) { return __bfloat162float(x); }
 __device__ inline float ToFloat(__half x) { return __half2float(x); }
+
+// An element of a 16-bit type that a kernel is told as it runs, so that it is compiled once for both types.
+union AnyHalf {
+  __nv_bfloat16 bf16;
+  __half f16;
+};
+
+template <typename T>
+__device__ float ToFloat(T x, Dtype dtype) {
+  if constexpr (std::is_same_v<T, AnyHalf>)
+    return dtype == Dtype::kBF16 ? ToFloat(x.bf16) : ToFloat(x.f16);
+  else
+    return ToFloat(x);
+}
 
 template <typename G>
 using Fragment = float[G::kRows][G::kCols];
@@ -257,6 +272,20 @@ __device__ inline __half FromFloat<__half>(float x) {
   return __float2half_rn(x);
 }
 
+template <typename T>
+__device__ T FromFloat(float x, Dtype dtype) {
+  if constexpr (std::is_same_v<T, AnyHalf>) {
+    AnyHalf half;
+    if (dtype == Dtype::kBF16)
+      half.bf16 = FromFloat<__nv_bfloat16>(x);
+    else
+      half.f16 = FromFloat<__half>(x);
+    return half;
+  } else {
+    return FromFloat<T>(x);
+  }
+}
+
 // Loads kTokens rows of w and of kVectors - 1 other vectors of N elements from global memory to
 // shared memory, as float, and w as decay factors. Fetch loads them to registers and Store stores
 // them, so that the next tokens are on their way while these are computed. A token past the end, or
@@ -304,13 +333,13 @@ class TokenLoader {
   // factors.
   template <bool kSlopes, bool kMarked>
   __device__ void Store(float* tokens, float* slopes, int count, TileMarks<kMarked> marks,
-                        Decay form) const {
+                        Decay form, Dtype dtype) const {
     const auto present = [&](int token) { return token < count && !marks.Absent(token); };
 #pragma unroll
     for (int e = 0; e < kDecays; ++e) {
       if (DecayToken() >= kTokens) continue;
       float2 decay{1.0f, 0.0f};
-      if (present(DecayToken())) decay = DecayAndSlope(ToFloat(w_.x[e]), form);
+      if (present(DecayToken())) decay = DecayAndSlope(ToFloat(w_.x[e], dtype), form);
       tokens[threadIdx.x * kDecays + e] = decay.x;
       if constexpr (kSlopes) slopes[threadIdx.x * kDecays + e] = decay.y;
     }
@@ -320,7 +349,7 @@ class TokenLoader {
       if (piece >= kPieces) continue;
       float x[kPiece];
 #pragma unroll
-      for (int e = 0; e < kPiece; ++e) x[e] = present(token) ? ToFloat(mine_[j].x[e]) : 0.0f;
+      for (int e = 0; e < kPiece; ++e) x[e] = present(token) ? ToFloat(mine_[j].x[e], dtype) : 0.0f;
 #pragma unroll
       for (int e = 0; e < kPiece; e += 4)
         *reinterpret_cast<float4*>(tokens + kTokens * G::N + piece * kPiece + e) = Pack(x + e);

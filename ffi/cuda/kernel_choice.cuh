@@ -38,11 +38,13 @@ cudaError_t ForAllTypes(Dtype dtype, int64_t head_size, Fn&& fn) {
   return ForHalfTypes<kSizes...>(dtype, head_size, fn);
 }
 
-// Calls fn(bool_constant<whether tokens have marks>()). Kernels without marks are built apart, because
-// asking for marks would cost them a tenth of their time.
-template <typename Fn>
+// Calls fn(bool_constant<whether the kernel asks for marks>()). If kApart, calls without marks have a kernel
+// of their own, because asking for marks would cost them a tenth of their time.
+template <bool kApart = true, typename Fn>
 cudaError_t ForMarks(const Marks& marks, Fn&& fn) {
-  return marks.Given() ? fn(std::true_type()) : fn(std::false_type());
+  if constexpr (kApart)
+    if (!marks.Given()) return fn(std::false_type());
+  return fn(std::true_type());
 }
 
 // Whether each GPU that this code runs on offers a block 227 KiB of shared memory. PTX for 9.0 may run on a GPU with

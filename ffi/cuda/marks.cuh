@@ -27,13 +27,11 @@ struct TileMarks {
   __device__ TileMarks From(int t) const { return {bits >> t}; }
 };
 
-// Loads the marks of a row from `token` on.
+// Loads the marks of a row from `token` on. A kernel with kMarked also takes calls without marks.
 template <bool kMarked>
 __device__ TileMarks<kMarked> LoadMarks(const Marks& marks, int64_t row, int64_t token) {
-  if constexpr (kMarked)
-    return {marks.Word(row, token) >> token % kWordTokens};
-  else
-    return {};
+  if (!kMarked || !marks.Given()) return {};
+  return {marks.Word(row, token) >> token % kWordTokens};
 }
 
 // Calls body(marks) with the marks of kTokens tokens. If no token has a mark, `marks` has the type

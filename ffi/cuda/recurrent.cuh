@@ -5,12 +5,26 @@
 #include <cuda_bf16.h>
 
 #include <cstdint>
+#include <type_traits>
 
+#include "kernel_choice.cuh"
 #include "splits.h"
 #include "rwkv_jax/sequences.h"
 #include "fragment.cuh"
 
 namespace rwkv_jax::cuda {
+
+// Calls fn(T(), integral_constant<int, head size>()), T being float or AnyHalf. 16-bit types are here only where
+// the kernels on matrix units do not take them, so that one kernel does for both.
+template <typename Fn>
+cudaError_t ForFloatOrHalf(Dtype dtype, int64_t head_size, Fn&& fn) {
+  if (dtype == Dtype::kF32) return ForHeadSize<16, 32, 64, 128>(head_size, 0.0f, fn);
+  return ForHeadSize<16, 32, 64, 128>(head_size, AnyHalf(), fn);
+}
+
+// Whether calls without marks have kernels apart from those with marks.
+template <typename T>
+constexpr bool kApart = std::is_same_v<T, float>;
 
 // Where one head of a sequence lies in arrays [B, T, H, N] and [S, H, N, N].
 template <int N>

@@ -77,7 +77,8 @@ class Channel {
                           float (&x)[L]) const {
     const int count = Count(first);
 #pragma unroll
-    for (int t = 0; t < L; ++t) x[t] = t < count && !marks.Absent(t) ? ToFloat(fetched[t]) : 0.0f;
+    for (int t = 0; t < L; ++t)
+      x[t] = t < count && !marks.Absent(t) ? ToFloat(fetched[t], call_.dtype) : 0.0f;
   }
   // Decay factors and their derivatives in w.
   template <bool kMarked>
@@ -88,7 +89,7 @@ class Channel {
     for (int t = 0; t < L; ++t) {
       float2 x{1.0f, 0.0f};
       if (t < count && !marks.Absent(t))
-        x = call_.constant_decay ? fixed_ : DecayAndSlope(ToFloat(w[t]), call_.decay);
+        x = call_.constant_decay ? fixed_ : DecayAndSlope(ToFloat(w[t], call_.dtype), call_.decay);
       d[t] = x.x, slope[t] = x.y;
     }
   }
@@ -101,7 +102,7 @@ class Channel {
     for (int t = 0; t < L; ++t)
       if (t < count)
         static_cast<T*>(to)[origin_ + (first + t) * stride_] =
-            FromFloat<T>(marks.Absent(t) ? 0.0f : x[t]);
+            FromFloat<T>(marks.Absent(t) ? 0.0f : x[t], call_.dtype);
   }
 
  private:

@@ -156,7 +156,7 @@ struct alignas(16) GradientGroup {
 
 // Finds the gradient of the state at the end of each split but the last one, so that splits can run
 // side by side in BackwardKernel. The gradient does not depend on the state.
-template <typename T, int N, bool kMarked>
+template <typename T, int N>
 __global__ __launch_bounds__(ForwardPartition<N>::kThreads) void SplitKernel(
     const __grid_constant__ Wkv6BackwardCall call, ReplayLot lot) {
   using G = ForwardPartition<N>;
@@ -174,17 +174,17 @@ __global__ __launch_bounds__(ForwardPartition<N>::kThreads) void SplitKernel(
   Fragment<G> ds;
   LoadState(partition, call.dfinal_state + head.State(), ds);
   T raw_w[L], raw_r[L], raw_dy[L];
-  TileMarks<kMarked> next_marks;
+  TileMarks<true> next_marks;
   const auto fetch = [&](int64_t first) {
     own.FetchDecay(first, raw_w);
     own.Fetch(call.r, first, raw_r);
     own.Fetch(call.dy, first, raw_dy);
-    next_marks = LoadMarks<kMarked>(call.marks, head.sequence, first);
+    next_marks = LoadMarks<true>(call.marks, head.sequence, first);
   };
   int64_t first = (tokens - 1) / kStageTokens * kStageTokens;
   fetch(first);
   for (; first >= length; first -= kStageTokens) {
-    const TileMarks<kMarked> marks = next_marks;
+    const TileMarks<true> marks = next_marks;
     float d[L], slope[L], r[L], dy[L];
     WithMarks<kStageTokens>(marks, [&](auto marks) {
       own.ConvertDecay(raw_w, first, own.Own(marks), d, slope);
@@ -222,17 +222,20 @@ enum ColumnSum {
   kColumnSums
 };
 
-// If kRoomy, a stage comes in while another one is computed, and all groups of a stage have memory for
-// what they need of the states. Otherwise there is memory for one stage, and the groups take turns.
-template <typename G, bool kRoomy>
+// With both parts, a stage comes in while another one is computed, and both groups of a stage have memory for
+// what they need of the states. Where a block has memory for one part alone, the groups take turns.
+template <typename G>
 struct BackwardShared {
   static constexpr int kGroups = G::kThreads / G::N;
-  static constexpr int kStages = kRoomy ? 2 : 1, kTurns = kRoomy ? kGroups : 1;
+  static_assert(kGroups == 2);
+  struct Part {
+    BackwardGroup<G::N> groups[kGroups];  // of a stage
+    // Of one group: the sums of each warp over its own rows, and dS (D(t+1, L) k_t).
+    float columns[G::kWarps][kColumnSums][G::N], dv[kGroupTokens][G::N];
+  };
 
-  BackwardGroup<G::N> groups[kStages][kGroups];
-  float columns[kTurns][G::kWarps][kColumnSums][G::N];  // each warp has the sums over its own rows
-  float dv[kTurns][kGroupTokens][G::N];                 // dS (D(t+1, L) k_t)
-  float du[kGroups][G::N], dw[kGroups][G::N];           // sums over all tokens
+  float du[kGroups][G::N], dw[kGroups][G::N];  // sums over all tokens
+  Part parts[2];
 };
 
 // One channel of one group of tokens on its way from global to shared memory. "Writes" are what a
@@ -442,18 +445,19 @@ __device__ void WriteChannelGradients(const Own& own, const Wkv6BackwardCall& ca
 // from the saved state, which leaves the state before each stage in scratch; then the stages run
 // from the last to the first. Only what depends on S before a group or on dS after it is summed
 // over rows (ReadStates); each channel finds its gradients from that alone.
-template <typename T, int N, bool kMarked, bool kRoomy>
+template <typename T, int N, bool kMarked>
 __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 128 ? 1 : 3) void BackwardKernel(
-    const __grid_constant__ Wkv6BackwardCall call, ReplayLot lot) {
+    const __grid_constant__ Wkv6BackwardCall call, bool both_fit, ReplayLot lot) {
   using G = BackwardPartition<N>;
   constexpr int L = kGroupTokens;
   using Own = Channel<T, N, L, G::kThreads>;
   constexpr int kStageTokens = Own::kStageTokens, kGroups = Own::kGroups;
   static_assert(kStageTokens == kWkv6ReplayTokens);
   RWKV_JAX_DYNAMIC_SHARED(16, memory);
-  using Shared = BackwardShared<G, kRoomy>;
-  static_assert(kGroups == Shared::kGroups);
+  using Shared = BackwardShared<G>;
   auto& shared = *reinterpret_cast<Shared*>(memory);
+  const bool both = sizeof(Shared) <= kLeastSharedMemory || both_fit;
+  const auto part_of = [&](int i) -> auto& { return shared.parts[both ? i % 2 : 0]; };
   const G partition;
   const Head<N> head(lot.Turn(), call.dims.tokens, call.dims.heads, call.sequences);
   const int64_t tokens = head.span.tokens, chunks = head.span.Chunks();
@@ -482,12 +486,10 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 128 ? 1 : 3) v
     };
     BackwardTokens<T, N, kMarked> coming{own, call, head};
     const auto first_of = [&](int i) { return start + i * kStageTokens; };
-    const auto own_group = [&](int i) -> BackwardGroup<N>& {
-      return shared.groups[i % Shared::kStages][own.group];
-    };
-    // Before the next stage comes in: all threads are done with the one whose memory it takes.
-    const auto wait_for_memory = [] {
-      if constexpr (!kRoomy) __syncthreads();
+    const auto own_group = [&](int i) -> BackwardGroup<N>& { return part_of(i).groups[own.group]; };
+    // Before the next stage or group comes: all threads are done with the one whose memory it takes.
+    const auto wait_for_memory = [&] {
+      if (!both) __syncthreads();
     };
 
     // Replay the chunk.
@@ -503,7 +505,7 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 128 ? 1 : 3) v
         WithMarks<kStageTokens>(marks, [&](auto marks) {
 #pragma unroll 1
           for (int g = 0; g < kGroups; ++g)
-            AdvanceState(partition, shared.groups[i % Shared::kStages][g], marks.From(g * L), s);
+            AdvanceState(partition, part_of(i).groups[g], marks.From(g * L), s);
         });
         StoreState(partition, ds_end + (i + 1) * N * N, s);
         wait_for_memory();
@@ -518,14 +520,13 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 128 ? 1 : 3) v
     for (int i = stages - 1; i >= 0; --i) {
       const TileMarks<kMarked> marks = coming.marks;
       if (i > 0) coming.Fetch(first_of(i - 1));
-      const auto& groups = shared.groups[i % Shared::kStages];
-      const auto write = [&](int turn) {
+      const auto& groups = part_of(i).groups;
+      const auto write = [&](const auto& part) {
         WithMarks<kStageTokens>(marks, [&](auto marks) {
           const auto own_marks = own.Own(marks);
-          WriteValueGradients<L>(own, groups[own.group], shared.dv[turn], first_of(i), own_marks,
-                                 call.dv);
+          WriteValueGradients<L>(own, groups[own.group], part.dv, first_of(i), own_marks, call.dv);
           WriteChannelGradients<L>(own, call, call.u[head.index * N + own.channel],
-                                   groups[own.group], shared.columns[turn], first_of(i), own_marks,
+                                   groups[own.group], part.columns, first_of(i), own_marks,
                                    du_total, dw_total);
         });
       };
@@ -535,19 +536,13 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 128 ? 1 : 3) v
 #pragma unroll 1
         for (int before = 0; before < g; ++before)
           AdvanceState(partition, groups[before], marks.From(before * L), s);
-        const int turn = kRoomy ? g : 0;
         ReadStates(partition, groups[g], marks.From(g * L), s, ds,
-                   shared.columns[turn][threadIdx.x / 32], shared.dv[turn]);
-        if constexpr (!kRoomy) {
-          __syncthreads();
-          if (own.group == g) write(turn);
-          __syncthreads();
-        }
-      }
-      if (i > 0) load_state(i - 1);
-      if constexpr (kRoomy) {
+                   part_of(g).columns[threadIdx.x / 32], part_of(g).dv);
+        if (g == 0 && i > 0) load_state(i - 1);
+        if (both && g > 0) continue;
         __syncthreads();
-        write(own.group);
+        if (both || own.group == g) write(part_of(own.group));
+        wait_for_memory();
       }
       if (i > 0) coming.Put(first_of(i - 1), own_group(i - 1));
       __syncthreads();
@@ -574,7 +569,7 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 128 ? 1 : 3) v
 
 cudaError_t Wkv6Forward(cudaStream_t stream, const Wkv6ForwardCall& call) {
   const int64_t heads = call.dims.batch * call.dims.heads;
-  return ForAllTypes<16, 32, 64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
+  return ForFloatOrHalf(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
     using T = decltype(zero);
     constexpr int N = size();
     const auto launch = [&](auto tokens, auto marked) {
@@ -584,7 +579,7 @@ cudaError_t Wkv6Forward(cudaStream_t stream, const Wkv6ForwardCall& call) {
     };
     if (call.dims.tokens == 1 && !call.marks.Given() && !call.sequences.Given())
       return launch(std::integral_constant<int, 1>(), std::false_type());
-    return ForMarks(call.marks, [&](auto marked) {
+    return ForMarks<kApart<T>>(call.marks, [&](auto marked) {
       return launch(std::integral_constant<int, kGroupTokens>(), marked);
     });
   });
@@ -593,22 +588,21 @@ cudaError_t Wkv6Forward(cudaStream_t stream, const Wkv6ForwardCall& call) {
 cudaError_t Wkv6Backward(cudaStream_t stream, const Wkv6BackwardCall& call, const Device& device,
                          const ReplayScratch& scratch) {
   const int64_t heads = call.dims.batch * call.dims.heads;
-  return ForAllTypes<16, 32, 64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
+  return ForFloatOrHalf(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
     using T = decltype(zero);
     constexpr int N = size();
-    using G = BackwardPartition<N>;
-    return ForMarks(call.marks, [&](auto marked) {
+    return ForMarks<kApart<T>>(call.marks, [&](auto marked) {
       return ForHeads(heads, scratch, [&](const ReplayLot& lot, int64_t count) {
         if (scratch.splits > 1 && call.dims.tokens > 0) {
-          const cudaError_t error = Launch(SplitKernel<T, N, marked()>, count,
-                                           ForwardPartition<N>::kThreads, 0, stream, call, lot);
+          const cudaError_t error =
+              Launch(SplitKernel<T, N>, count, ForwardPartition<N>::kThreads, 0, stream, call, lot);
           if (error != cudaSuccess) return error;
         }
-        const auto launch = [&](auto roomy) {
-          return Launch(BackwardKernel<T, N, marked(), roomy()>, count * scratch.splits,
-                        G::kThreads, sizeof(BackwardShared<G, roomy()>), stream, call, lot);
-        };
-        return ForSharedMemory<sizeof(BackwardShared<G, true>)>(device, launch);
+        using Shared = BackwardShared<BackwardPartition<N>>;
+        const bool both = static_cast<int64_t>(sizeof(Shared)) <= device.shared_memory;
+        return Launch(
+            BackwardKernel<T, N, marked()>, count * scratch.splits, BackwardPartition<N>::kThreads,
+            sizeof(Shared) - (both ? 0 : sizeof(typename Shared::Part)), stream, call, both, lot);
       });
     });
   });

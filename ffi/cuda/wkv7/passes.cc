@@ -22,7 +22,7 @@ cudaError_t Run(cudaStream_t stream, const Wkv7BackwardCall& call, const Plan& p
     error = cudaMemsetAsync(steep, 0, sizeof(*steep), stream);
   if (error == cudaSuccess) error = Wkv7Gradients(stream, call, plan.device, gradients, steep);
   if (error == cudaSuccess && steep != nullptr)
-    error = Wkv7SteepChunks(stream, call, plan.Replay(scratch, 1), gradients, steep);
+    error = Wkv7SteepChunks(stream, call, plan.device, plan.Replay(scratch, 1), gradients, steep);
   return error;
 }
 

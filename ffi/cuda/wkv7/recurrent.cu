@@ -51,9 +51,9 @@ using ForwardPartition = StatePartition<N, 4>;
 // other's latency; with few heads one block is faster, since it has more registers.
 template <typename T, int N, int kTokens, int kBlocks, bool kMarked>
 __global__ __launch_bounds__(ForwardPartition<N>::kThreads, kBlocks) void ForwardKernel(
-    const __grid_constant__ Vectors<T> inputs, int64_t row_tokens, int64_t heads, Decay decay,
-    Marks marks, Sequences sequences, const float* initial_state, T* y, float* final_state,
-    SavedStates states) {
+    const __grid_constant__ Vectors<T> inputs, int64_t row_tokens, int64_t heads, Dtype dtype,
+    Decay decay, Marks marks, Sequences sequences, const float* initial_state, T* y,
+    float* final_state, SavedStates states) {
   const Head<N> head(blockIdx.x, row_tokens, heads, sequences);
   RWKV_JAX_DYNAMIC_SHARED(16, memory);
   auto& shared = *reinterpret_cast<ForwardShared<T, N, kTokens>*>(memory);
@@ -76,7 +76,7 @@ __global__ __launch_bounds__(ForwardPartition<N>::kThreads, kBlocks) void Forwar
   };
   if (tokens > 0) {
     fetch(0);
-    loader.template Store<false>(shared.tokens[0], nullptr, count_at(0), next_own, decay);
+    loader.template Store<false>(shared.tokens[0], nullptr, count_at(0), next_own, decay, dtype);
   }
   __syncthreads();
 
@@ -110,11 +110,11 @@ __global__ __launch_bounds__(ForwardPartition<N>::kThreads, kBlocks) void Forwar
     if (first_sum >= 0)
 #pragma unroll
       for (int t = 0; t < kTokens; ++t)
-        shared.y[stage][t * N + partition.first_row + first_sum] = FromFloat<T>(out[t][0]);
+        shared.y[stage][t * N + partition.first_row + first_sum] = FromFloat<T>(out[t][0], dtype);
 
     if (next < tokens)
       loader.template Store<false>(shared.tokens[stage ^ 1], nullptr, count_at(next), next_own,
-                                   decay);
+                                   decay, dtype);
     __syncthreads();
     struct alignas(16) Piece {
       T x[8];
@@ -129,10 +129,10 @@ __global__ __launch_bounds__(ForwardPartition<N>::kThreads, kBlocks) void Forwar
 // Leaves the gradient of the state at the end of each split but the last in the scratch. The
 // gradient follows a recurrence that needs no state: dS <- (dS + dy r^T) diag(d) + ((dS + dy r^T)
 // b) a^T.
-template <typename T, int N, bool kMarked>
+template <typename T, int N>
 __global__ __launch_bounds__(ForwardPartition<N>::kThreads) void SplitKernel(
-    const __grid_constant__ Vectors<T> inputs, int64_t row_tokens, int64_t heads, Decay decay,
-    Marks marks, Sequences sequences, const float* dfinal_state, ReplayLot lot) {
+    const __grid_constant__ Vectors<T> inputs, int64_t row_tokens, int64_t heads, Dtype dtype,
+    Decay decay, Marks marks, Sequences sequences, const float* dfinal_state, ReplayLot lot) {
   enum { kDecayRow, kARow, kBRow, kRRow, kDyRow, kSplitVectors };
   using G = ForwardPartition<N>;
   constexpr int kTokens = 8;
@@ -149,17 +149,17 @@ __global__ __launch_bounds__(ForwardPartition<N>::kThreads) void SplitKernel(
   const auto count_at = [&](int64_t first) {
     return static_cast<int>(tokens - first < kTokens ? tokens - first : kTokens);
   };
-  TileMarks<kMarked> next_own;
+  TileMarks<true> next_own;
   const auto fetch = [&](int64_t first) {
     loader.Fetch(inputs.x, head.FirstToken() + first * stride, stride, count_at(first));
-    next_own = LoadMarks<kMarked>(marks, head.sequence, first);
+    next_own = LoadMarks<true>(marks, head.sequence, first);
   };
   int64_t first = (tokens - 1) / kTokens * kTokens;
   fetch(first);
   for (; first >= length; first -= kTokens) {
-    const TileMarks<kMarked> own = next_own;
+    const TileMarks<true> own = next_own;
     __syncthreads();
-    loader.template Store<false>(shared, nullptr, count_at(first), own, decay);
+    loader.template Store<false>(shared, nullptr, count_at(first), own, decay, dtype);
     __syncthreads();
     if (first > length) fetch(first - kTokens);
 #pragma unroll
@@ -193,33 +193,27 @@ enum ColumnSum { kDr, kDw, kDk, kDa, kDb, kColumnSums };
 template <int N>
 using BackwardPartition = StatePartition<N, N == 128 ? 8 : 4>;
 
-// States inside a quad, in the order in which threads hold them.
-template <typename G, int kStates>
-struct KeptStates {
-  float4 of[kStates][G::kRows * G::kCols / 4][G::kThreads];
-};
+// A state inside a quad, in the order in which threads hold it.
 template <typename G>
-struct KeptStates<G, 0> {};
+using KeptState = float4[G::kRows * G::kCols / 4][G::kThreads];
 
-// If kKeeps, the states inside a quad are kept in shared memory. On a device with too little shared
-// memory for them, each of them is replayed again from the state before the quad.
-template <typename G, bool kKeeps>
+template <typename G>
 struct BackwardShared {
   // Large heads have no room for S_0 beside S_1 and S_2, nor for the sums of more than one token.
   static constexpr bool kLarge = G::N > 64;
-  static constexpr int kSumStages = kLarge ? 1 : 2;
   static constexpr int kSumTokens = kLarge ? 1 : kReplayTokens;
 
   float tokens[2][kBackwardVectors * kReplayTokens * G::N];
   float slope[2][kReplayTokens * G::N];
   float sa[2][kReplayTokens * G::N];
-  KeptStates<G, !kKeeps ? 0 : kLarge ? 2 : 3> kept;  // S_1, S_2 and perhaps S_0 of a quad
   // The sums of each warp for the gradients of a token.
-  float sums[kSumStages][kSumTokens][G::kWarps][kColumnSums][G::N];
+  float sums[kSumTokens][G::kWarps][kColumnSums][G::N];
+  // S_1, S_2 and perhaps S_0 of a quad; in the scratch where a block of a large head has too little memory.
+  KeptState<G> kept[kLarge ? 2 : 3];
 };
 
 template <typename G>
-__device__ void Keep(float4 (*kept)[G::kThreads], const Fragment<G>& s) {
+__device__ void Keep(KeptState<G>& kept, const Fragment<G>& s) {
 #pragma unroll
   for (int i = 0; i < G::kRows; ++i)
 #pragma unroll
@@ -228,7 +222,7 @@ __device__ void Keep(float4 (*kept)[G::kThreads], const Fragment<G>& s) {
 }
 
 template <typename G>
-__device__ void Recall(const float4 (*kept)[G::kThreads], Fragment<G>& s) {
+__device__ void Recall(const KeptState<G>& kept, Fragment<G>& s) {
 #pragma unroll
   for (int i = 0; i < G::kRows; ++i)
 #pragma unroll
@@ -251,7 +245,7 @@ template <typename T, typename G, bool kPart, bool kMarked>
 __device__ void BackwardToken(const G& partition, const TokenView<G::N, kReplayTokens>& at,
                               const float* slope_row, const float* sa_row, TileMarks<kMarked> marks,
                               const Fragment<G>& s_before, Fragment<G>& ds, float (*sums)[G::N],
-                              T* dv, int values) {
+                              T* dv, int values, Dtype dtype) {
   constexpr int kRows = G::kRows, kCols = G::kCols;
   float dy[kRows], v[kRows], sa[kRows], dsa[kRows], dv_rows[kRows];
   float r[kCols], b[kCols], k[kCols], d[kCols], a[kCols], slope[kCols];
@@ -306,7 +300,8 @@ __device__ void BackwardToken(const G& partition, const TokenView<G::N, kReplayT
       for (int c = 0; c < kLeft; ++c) sums[which][partition.Col(first + c)] = column[which][c];
   const int first_dv = ReduceScatter<1, G::kColGroups>(dv_rows, partition.lane);
   if (first_dv >= 0 && dv != nullptr && (!kPart || partition.first_row + first_dv < values))
-    dv[partition.first_row + first_dv] = FromFloat<T>(marks.Absent(at.token) ? 0.0f : dv_rows[0]);
+    dv[partition.first_row + first_dv] =
+        FromFloat<T>(marks.Absent(at.token) ? 0.0f : dv_rows[0], dtype);
 }
 
 // Adds up the sums of all warps and writes the gradients of `count` tokens. The first token is at
@@ -314,7 +309,7 @@ __device__ void BackwardToken(const G& partition, const TokenView<G::N, kReplayT
 template <typename T, typename G, bool kPart, int kTokens, bool kMarked>
 __device__ void WriteColumnSums(const float (&sums)[kTokens][G::kWarps][kColumnSums][G::N],
                                 int count, TileMarks<kMarked> marks, int64_t first, int64_t stride,
-                                const Gradients<T>& out, int keys) {
+                                const Gradients<T>& out, int keys, Dtype dtype) {
   T* const gradients[kColumnSums] = {out.r, out.w, out.k, out.a, out.b};
   constexpr int kPiece = 4;
   struct alignas(kPiece * sizeof(T)) Piece {
@@ -332,7 +327,8 @@ __device__ void WriteColumnSums(const float (&sums)[kTokens][G::kWarps][kColumnS
         for (int e = 0; e < kPiece; ++e) sum[e] += sums[t][warp][which][col + e];
       Piece piece;
 #pragma unroll
-      for (int e = 0; e < kPiece; ++e) piece.x[e] = FromFloat<T>(marks.Absent(t) ? 0.0f : sum[e]);
+      for (int e = 0; e < kPiece; ++e)
+        piece.x[e] = FromFloat<T>(marks.Absent(t) ? 0.0f : sum[e], dtype);
       const int64_t token = first + t * stride;
       *reinterpret_cast<Piece*>(gradients[which] + (kPart ? token * keys : token) + col) = piece;
     }
@@ -380,16 +376,16 @@ using SteepState = std::conditional_t<std::is_same_v<T, float>, float, __nv_bflo
 //   - Quads are taken from the last to the first. A quad is replayed from the state before it, so
 //     that S_{t-1} of its tokens is at hand, and then its tokens are taken backwards.
 // So no decay is ever inverted. If kSteep, a block takes one steep chunk after another, each like a split.
-template <typename T, int N, bool kMarked, bool kKeeps, bool kSteep>
+template <typename T, int N, bool kMarked, bool kSteep>
 __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) void BackwardKernel(
-    const __grid_constant__ Vectors<T> inputs, int64_t row_tokens, int64_t heads, Decay decay,
-    Marks marks, Sequences sequences, SavedStates states, const float* dfinal_state,
-    const __grid_constant__ Gradients<T> out, ReplayLot lot, SteepChunks steep) {
+    const __grid_constant__ Vectors<T> inputs, int64_t row_tokens, int64_t heads, Dtype dtype,
+    Decay decay, Marks marks, Sequences sequences, SavedStates states, const float* dfinal_state,
+    const __grid_constant__ Gradients<T> out, bool keeps, ReplayLot lot, SteepChunks steep) {
   using G = BackwardPartition<N>;
   static_assert(kReplayTokens * N <= 4 * G::kThreads);
   static_assert(kReplayTokens == 4, "S_0, S_1 and S_2 are kept or reloaded, S_3 is in registers");
   RWKV_JAX_DYNAMIC_SHARED(16, memory);
-  using Shared = BackwardShared<G, kKeeps>;
+  using Shared = BackwardShared<G>;
   constexpr bool kLarge = Shared::kLarge;
   // Whether K and V may be below N.
   constexpr bool kPart = kSteep && !std::is_same_v<T, float>;
@@ -411,8 +407,10 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
     const int64_t stride = head.TokenStride() / kUnit;
     float* const ds_end =
         lot.Scratch(kSteep ? lot.first_head + blockIdx.x : head.turn, split, ScratchSize(N));
-    float* const quad_states = ds_end + N * N;
+    float* const quad_states = ds_end + (kLarge ? 2 : 1) * N * N;
     float* const chunk_sa = quad_states + (kChunk / kReplayTokens - 1) * N * N;
+    KeptState<G>* const kept =
+        kLarge && !keeps ? reinterpret_cast<KeptState<G>*>(ds_end) : shared.kept;
 
     Fragment<G> ds, s;
     if constexpr (kSteep)
@@ -432,7 +430,6 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
       };
       const auto token_of = [&](int quad) { return first_token + quad * kReplayTokens * stride; };
       const auto marks_of = [&](int quad) {
-        if (kSteep && !marks.Given()) return TileMarks<kMarked>();
         return LoadMarks<kMarked>(marks, head.sequence, start + quad * kReplayTokens);
       };
       // The state before a quad, before the first token of the quad may clear it.
@@ -452,7 +449,8 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
       TokenLoader<T, G, kReplayVectors, kReplayTokens> replay_loader;
       FetchTokens<kPart>(replay_loader, inputs.x, token_of(0), stride, count_of(0), steep);
       TileMarks<kMarked> own, next_own = marks_of(0);
-      replay_loader.template Store<false>(shared.tokens[0], nullptr, count_of(0), next_own, decay);
+      replay_loader.template Store<false>(shared.tokens[0], nullptr, count_of(0), next_own, decay,
+                                          dtype);
       __syncthreads();
       for (int quad = 0; quad < quads; ++quad) {
         const bool more = quad + 1 < quads;
@@ -477,7 +475,7 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
             StoreRows(partition, chunk_sa + (quad * kReplayTokens + t) * N, sa[t]);
         if (more)
           replay_loader.template Store<false>(shared.tokens[(quad + 1) % 2], nullptr,
-                                              count_of(quad + 1), next_own, decay);
+                                              count_of(quad + 1), next_own, decay, dtype);
         __syncthreads();
       }
 
@@ -492,7 +490,7 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
       };
       const auto store = [&](int quad) {
         loader.template Store<true>(shared.tokens[quad % 2], shared.slope[quad % 2], count_of(quad),
-                                    next_own, decay);
+                                    next_own, decay, dtype);
         if (4 * threadIdx.x < kReplayTokens * N)
           *reinterpret_cast<float4*>(&shared.sa[quad % 2][4 * threadIdx.x]) = sa_piece;
       };
@@ -511,48 +509,44 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
         } else {
           Copy<G>(s_next, s);
           if (own.Starts(0)) Clear<G>(s);
-          if constexpr (kKeeps) Keep<G>(shared.kept.of[2], s);
+          Keep<G>(kept[2], s);
           if (quad > 0) load_state(quad - 1, s_next);
         }
         using Token = TokenView<N, kReplayTokens>;
 #pragma unroll
         for (int t = 0; t < kReplayTokens - 1; ++t) {
           ReplayToken<G>(partition, Token{shared.tokens[stage], t}, shared.sa[stage], own, s);
-          if constexpr (kKeeps)
-            if (t < kReplayTokens - 2) Keep<G>(shared.kept.of[t], s);
+          if (t < kReplayTokens - 2) Keep<G>(kept[t], s);
         }
-        auto& sums = shared.sums[stage % Shared::kSumStages];
+        // All warps are done with the sums of the quad before.
+        if constexpr (!kLarge) __syncthreads();
         const auto token = [&](int t) { return token_of(quad) + t * stride; };
 #pragma unroll
         for (int t = kReplayTokens - 1; t >= 0; --t) {
-          if (t < kReplayTokens - 1 && (!kKeeps || (t == 0 && kLarge))) {
+          if (t == 0 && kLarge) {
             load_state(quad, s);
             if (own.Starts(0)) Clear<G>(s);
-#pragma unroll
-            for (int earlier = 0; earlier < t; ++earlier)
-              ReplayToken<G>(partition, Token{shared.tokens[stage], earlier}, shared.sa[stage], own,
-                             s);
           } else if (t < kReplayTokens - 1) {
-            if constexpr (kKeeps) Recall<G>(shared.kept.of[t > 0 ? t - 1 : 2], s);
+            Recall<G>(kept[t > 0 ? t - 1 : 2], s);
           }
           BackwardToken<T, G, kPart>(
               partition, {shared.tokens[stage], t}, shared.slope[stage] + t * N,
-              shared.sa[stage] + t * N, own, s, ds, sums[t % Shared::kSumTokens][threadIdx.x / 32],
+              shared.sa[stage] + t * N, own, s, ds,
+              shared.sums[t % Shared::kSumTokens][threadIdx.x / 32],
               t < count ? out.v + (kPart ? token(t) * steep.values : token(t)) : nullptr,
-              steep.values);
+              steep.values, dtype);
           if constexpr (kLarge) {
             __syncthreads();
-            WriteColumnSums<T, G, kPart>(sums, t < count, own.From(t), token(t), stride, out,
-                                         steep.keys);
+            WriteColumnSums<T, G, kPart>(shared.sums, t < count, own.From(t), token(t), stride, out,
+                                         steep.keys, dtype);
             __syncthreads();
           }
         }
         if (quad > 0) store(quad - 1);
         __syncthreads();
-        // While a warp still reads these sums, other warps may be at the next quad, whose sums are in
-        // the other stage.
         if constexpr (!kLarge)
-          WriteColumnSums<T, G, kPart>(sums, count, own, token(0), stride, out, steep.keys);
+          WriteColumnSums<T, G, kPart>(shared.sums, count, own, token(0), stride, out, steep.keys,
+                                       dtype);
       }
     }
     if ((kSteep ? first_chunk : split) == 0) {
@@ -567,26 +561,28 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
 }
 
 // Launches the kernel of the backward pass, for a lot of heads or for steep chunks.
-template <typename T, int N, bool kMarked, bool kKeeps, bool kSteep>
-cudaError_t LaunchBackward(cudaStream_t stream, const Wkv7BackwardCall& call, const ReplayLot& lot,
-                           int64_t blocks, const SteepChunks& steep) {
+template <typename T, int N, bool kMarked, bool kSteep>
+cudaError_t LaunchBackward(cudaStream_t stream, const Wkv7BackwardCall& call, const Device& device,
+                           const ReplayLot& lot, int64_t blocks, const SteepChunks& steep) {
   const Gradients<T> gradients{static_cast<T*>(call.dr), static_cast<T*>(call.dw),
                                static_cast<T*>(call.dk), static_cast<T*>(call.dv),
                                static_cast<T*>(call.da), static_cast<T*>(call.db),
                                call.dinitial_state};
-  return Launch(BackwardKernel<T, N, kMarked, kKeeps, kSteep>, blocks,
-                BackwardPartition<N>::kThreads,
-                sizeof(BackwardShared<BackwardPartition<N>, kKeeps>), stream,
+  using Shared = BackwardShared<BackwardPartition<N>>;
+  static_assert(Shared::kLarge || sizeof(Shared) <= kLeastSharedMemory);
+  const bool keeps = static_cast<int64_t>(sizeof(Shared)) <= device.shared_memory;
+  return Launch(BackwardKernel<T, N, kMarked, kSteep>, blocks, BackwardPartition<N>::kThreads,
+                sizeof(Shared) - (keeps ? 0 : sizeof(Shared::kept)), stream,
                 Vectors<T>(call.w, call.k, call.v, call.a, call.b, call.r, call.dy),
-                call.dims.tokens, call.dims.heads, call.decay, call.marks, call.sequences,
-                StatesOf(call), call.dfinal_state, gradients, lot, steep);
+                call.dims.tokens, call.dims.heads, call.dtype, call.decay, call.marks,
+                call.sequences, StatesOf(call), call.dfinal_state, gradients, keeps, lot, steep);
 }
 
 }  // namespace
 
 cudaError_t Wkv7Forward(cudaStream_t stream, const Wkv7ForwardCall& call, bool few_heads) {
   const int64_t heads = call.dims.batch * call.dims.heads;
-  return ForAllTypes<16, 32, 64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
+  return ForFloatOrHalf(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
     using T = decltype(zero);
     constexpr int N = size();
     const auto launch = [&](auto tokens, auto blocks, auto marked) {
@@ -594,15 +590,15 @@ cudaError_t Wkv7Forward(cudaStream_t stream, const Wkv7ForwardCall& call, bool f
       return Launch(ForwardKernel<T, N, kTokens, kBlocks, marked()>, heads,
                     ForwardPartition<N>::kThreads, sizeof(ForwardShared<T, N, kTokens>), stream,
                     Vectors<T>(call.w, call.k, call.v, call.a, call.b, call.r), call.dims.tokens,
-                    call.dims.heads, call.decay, call.marks, call.sequences, call.initial_state,
-                    static_cast<T*>(call.y), call.final_state, StatesOf(call));
+                    call.dims.heads, call.dtype, call.decay, call.marks, call.sequences,
+                    call.initial_state, static_cast<T*>(call.y), call.final_state, StatesOf(call));
     };
     constexpr std::integral_constant<int, 1> one;
     constexpr std::integral_constant<int, N == 64 ? 4 : 1> many;
     if (call.dims.tokens == 1 && !call.marks.Given() && !call.sequences.Given())
       return launch(one, many, std::false_type());
     constexpr std::integral_constant<int, 8> eight;
-    return ForMarks(call.marks, [&](auto marked) {
+    return ForMarks<kApart<T>>(call.marks, [&](auto marked) {
       return few_heads ? launch(eight, one, marked) : launch(eight, many, marked);
     });
   });
@@ -611,40 +607,38 @@ cudaError_t Wkv7Forward(cudaStream_t stream, const Wkv7ForwardCall& call, bool f
 cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call, const Device& device,
                          const ReplayScratch& scratch) {
   const int64_t heads = call.dims.batch * call.dims.heads;
-  return ForAllTypes<16, 32, 64, 128>(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
+  return ForFloatOrHalf(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
     using T = decltype(zero);
     constexpr int N = size();
-    return ForMarks(call.marks, [&](auto marked) {
+    return ForMarks<kApart<T>>(call.marks, [&](auto marked) {
       return ForHeads(heads, scratch, [&](const ReplayLot& lot, int64_t count) {
         if (scratch.splits > 1 && call.dims.tokens > 0) {
-          const cudaError_t error = Launch(
-              SplitKernel<T, N, marked()>, count, ForwardPartition<N>::kThreads, 0, stream,
-              Vectors<T>(call.w, call.a, call.b, call.r, call.dy), call.dims.tokens,
-              call.dims.heads, call.decay, call.marks, call.sequences, call.dfinal_state, lot);
+          const cudaError_t error =
+              Launch(SplitKernel<T, N>, count, ForwardPartition<N>::kThreads, 0, stream,
+                     Vectors<T>(call.w, call.a, call.b, call.r, call.dy), call.dims.tokens,
+                     call.dims.heads, call.dtype, call.decay, call.marks, call.sequences,
+                     call.dfinal_state, lot);
           if (error != cudaSuccess) return error;
         }
-        constexpr int64_t kBytes = sizeof(BackwardShared<BackwardPartition<N>, true>);
-        return ForSharedMemory<kBytes>(device, [&](auto keeps) {
-          return LaunchBackward<T, N, marked(), keeps(), false>(stream, call, lot,
-                                                                count * scratch.splits, {});
-        });
+        return LaunchBackward<T, N, marked(), false>(stream, call, device, lot,
+                                                     count * scratch.splits, {});
       });
     });
   });
 }
 
-cudaError_t Wkv7SteepChunks(cudaStream_t stream, const Wkv7BackwardCall& call,
+cudaError_t Wkv7SteepChunks(cudaStream_t stream, const Wkv7BackwardCall& call, const Device& device,
                             const ReplayScratch& scratch, const uint4* gradients,
                             const uint32_t* steep) {
   if (scratch.heads == 0) return cudaSuccess;
   const auto launch = [&](auto zero, auto size) {
-    return LaunchBackward<decltype(zero), size(), true, false, true>(
-        stream, call, {0, scratch}, scratch.heads,
+    return LaunchBackward<decltype(zero), size(), true, true>(
+        stream, call, device, {0, scratch}, scratch.heads,
         {steep, gradients, static_cast<int>(call.dims.head_size),
          static_cast<int>(call.dims.value_size)});
   };
   if (call.dtype == Dtype::kF32) return ForHeadSize<64>(call.dims.head_size, 0.0f, launch);
-  return ForHalfTypes<64, 128>(call.dtype, MatrixHeadSize(call.dims), launch);
+  return ForHeadSize<64, 128>(MatrixHeadSize(call.dims), AnyHalf(), launch);
 }
 
 }  // namespace rwkv_jax::cuda
