@@ -205,13 +205,13 @@ __device__ void Product(int warp, Accumulator<8>& sum, const LeftOperand& left,
   CommitProducts();
 }
 
-// The same product with the left operand in registers and k over the tokens of the chunk.
-template <typename L, bool kAdd, typename Right>
-__device__ void Product(Accumulator<8>& sum, const Left (&left)[kChunkTiles][L::kTerms],
+// The same product with the left operand in registers.
+template <typename L, bool kAdd, int kTiles, typename Right>
+__device__ void Product(Accumulator<8>& sum, const Left (&left)[kTiles][L::kTerms],
                         const Right& right) {
   BeginProducts();
 #pragma unroll
-  for (int tile = 0; tile < kChunkTiles; ++tile)
+  for (int tile = 0; tile < kTiles; ++tile)
     ForProducts<L::kTerms, true>([&](int i, int j) {
       MultiplyOrAdd(kAdd || tile + i + j > 0, sum, left[tile][i],
                     right.Tile(tile).Behind(j * L::kTermBytes));
@@ -1552,7 +1552,14 @@ class ChunkGradients {
   __device__ __forceinline__ void ChannelProduct(Accumulator<8>& sum, const LeftOperand& left,
                                                  const Along& right, int frame) const {
     if (!kFramed || frames == Frames::kChunk) {
-      Product<L, false, kTiles>(warp, sum, left, right);
+      if constexpr (std::is_same_v<LeftOperand, SavedRows>) {
+        Left lefts[kTiles][kTerms];
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile) left.Tile(tile).LoadLeft(warp, lefts[tile][0]);
+        Product<L, false>(sum, lefts, right);
+      } else {
+        Product<L, false, kTiles>(warp, sum, left, right);
+      }
       if constexpr (kFramed)
         Finish(sum);  // else ptxas serialises products, for the other way is none
       return;
@@ -1782,7 +1789,7 @@ __global__ __launch_bounds__(4 * N,
                              (kBlocks<T, N>)) void GradientKernel(const __grid_constant__ Call call,
                                                                   const uint4* state_gradients,
                                                                   uint32_t* steep) {
-  if constexpr (kAmple || !kAmpleSharedMemory)
+  if constexpr (kAmple || !kNeverLessMemory)
     RunPhases<ChunkGradients<T, N, kMarked, kFramed, kAmple, Call>>(call, state_gradients, steep);
   else
     __trap();

@@ -1071,7 +1071,7 @@ __global__ __launch_bounds__(
     ScanLayout<T, N, kOutput, kWork, kKind, kAmple>::kThreads,
     ScanLayout<T, N, kOutput, kWork, kKind,
                kAmple>::kBlocks) void ScanKernel(const __grid_constant__ Scan scan) {
-  if constexpr (kAmpleSharedMemory && !kAmple) {
+  if constexpr (kNeverLessMemory && !kAmple) {
     __trap();  // ForSharedMemory chooses the other one
   } else {
     using Block = ScanBlock<T, N, kReverse, kOutput, kWork, kMarked, kKind, kAmple>;
