@@ -50,17 +50,20 @@ __device__ inline float ToFloat(__nv_bfloat16 x) { return __bfloat162float(x); }
 __device__ inline float ToFloat(__half x) { return __half2float(x); }
 
 // An element of a 16-bit type that a kernel is told as it runs, so that it is compiled once for both types.
-union AnyHalf {
-  __nv_bfloat16 bf16;
-  __half f16;
+struct AnyHalf {
+  uint16_t bits;
 };
 
 template <typename T>
 __device__ float ToFloat(T x, Dtype dtype) {
-  if constexpr (std::is_same_v<T, AnyHalf>)
-    return dtype == Dtype::kBF16 ? ToFloat(x.bf16) : ToFloat(x.f16);
-  else
+  if constexpr (std::is_same_v<T, AnyHalf>) {
+    // Both, since a branch would take longer.
+    const float bf16 = ToFloat(*reinterpret_cast<const __nv_bfloat16*>(&x));
+    const float f16 = ToFloat(*reinterpret_cast<const __half*>(&x));
+    return dtype == Dtype::kBF16 ? bf16 : f16;
+  } else {
     return ToFloat(x);
+  }
 }
 
 template <typename G>
@@ -275,12 +278,11 @@ __device__ inline __half FromFloat<__half>(float x) {
 template <typename T>
 __device__ T FromFloat(float x, Dtype dtype) {
   if constexpr (std::is_same_v<T, AnyHalf>) {
-    AnyHalf half;
-    if (dtype == Dtype::kBF16)
-      half.bf16 = FromFloat<__nv_bfloat16>(x);
-    else
-      half.f16 = FromFloat<__half>(x);
-    return half;
+    const __nv_bfloat16 bf16 = FromFloat<__nv_bfloat16>(x);
+    const __half f16 = FromFloat<__half>(x);
+    const AnyHalf as_bf16 = *reinterpret_cast<const AnyHalf*>(&bf16);
+    const AnyHalf as_f16 = *reinterpret_cast<const AnyHalf*>(&f16);
+    return {dtype == Dtype::kBF16 ? as_bf16.bits : as_f16.bits};
   } else {
     return FromFloat<T>(x);
   }

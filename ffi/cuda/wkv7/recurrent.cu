@@ -598,7 +598,7 @@ cudaError_t Wkv7Forward(cudaStream_t stream, const Wkv7ForwardCall& call, bool f
     if (call.dims.tokens == 1 && !call.marks.Given() && !call.sequences.Given())
       return launch(one, many, std::false_type());
     constexpr std::integral_constant<int, 8> eight;
-    return ForMarks<kApart<T>>(call.marks, [&](auto marked) {
+    return ForMarks(call.marks, [&](auto marked) {
       return few_heads ? launch(eight, one, marked) : launch(eight, many, marked);
     });
   });

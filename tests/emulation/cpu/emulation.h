@@ -60,10 +60,10 @@ struct alignas(16) uint4 {
   uint32_t x, y, z, w;
 };
 struct __nv_bfloat16 {
-  uint16_t bits;
+  uint16_t bits = 0;
 };
 struct __half {
-  uint16_t bits;
+  uint16_t bits = 0;
 };
 struct __half2 {
   __half x, y;
