@@ -330,8 +330,12 @@ def test_segments_on_matrix_units(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_padding_makes_no_chunk_less_steep(emulated: Emulation, dtype: str) -> None:
-    case = Case(1, 64, 1, 64, dtype=dtype, decay="log", regime="near 0")
-    _check(emulated, "wkv7", case, segment_ids=np.array([4 * ([1] + 15 * [0])]))
+    """Among however many blocks a GPU divides it."""
+    case, found = Case(1, 64, 1, 64, dtype=dtype, decay="log", regime="near 0"), []
+    for multiprocessors in (1, 132):
+        emulated.use(Device(multiprocessors))
+        found.append(_check(emulated, "wkv7", case, segment_ids=np.array([4 * ([1] + 15 * [0])])))
+    _assert_same(*found)
 
 
 @pytest.mark.parametrize(
