@@ -360,8 +360,8 @@ struct SteepChunks {
   int keys, values;
 };
 
-// Into how many shares of as many quads each of so many steep chunks is divided: few chunks fill a GPU. It is a
-// power of 2.
+// Into how many shares, each of equally many quads, every one of `chunks` steep chunks is divided, so that few
+// chunks fill a GPU.
 __device__ inline uint32_t SharesOfChunk(uint32_t chunks) {
   uint32_t shares = 1;
   while (shares < kChunkQuads && chunks <= gridDim.x / (2 * shares)) shares *= 2;
@@ -390,10 +390,10 @@ using SteepState = std::conditional_t<std::is_same_v<T, float>, float, __nv_bflo
 //     that S_{t-1} of its tokens is at hand, and then its tokens are taken backwards.
 // So no decay is ever inverted.
 //
-// If kSteep, a block takes one steep chunk after another, each like a split, or shares of chunks. A share has a
-// run of quads: the state is replayed through all quads before, and its gradient is taken backwards through all
-// after. As a rule there are few steep chunks, or none. Then the time goes into the latency of each token, and
-// into loading code that no block has run before, so loops over tokens are not unrolled.
+// If kSteep, a block takes one share of a steep chunk after another. For its run of quads, the state is replayed
+// through all quads before, and the gradient of the state is taken backwards through all quads after. As a rule
+// there are few steep chunks. Then all time is latency, most of it that of loading instructions, so loops over
+// tokens are not unrolled.
 template <typename T, int N, bool kMarked, bool kSteep>
 __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) void BackwardKernel(
     const __grid_constant__ Vectors<T> inputs, int64_t row_tokens, int64_t heads, Dtype dtype,
@@ -413,8 +413,9 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
   constexpr int kRows = G::kRows;
   constexpr int kUnrolled = kSteep ? 1 : kReplayTokens;
   const G partition;
-  const uint32_t shares = kSteep ? SharesOfChunk(steep.numbers[0]) : 1;
-  for (uint32_t part = blockIdx.x; !kSteep || part < shares * steep.numbers[0]; part += gridDim.x) {
+  const uint32_t steep_chunks = kSteep ? steep.numbers[0] : 0;
+  const uint32_t shares = kSteep ? SharesOfChunk(steep_chunks) : 1;
+  for (uint32_t part = blockIdx.x; !kSteep || part < shares * steep_chunks; part += gridDim.x) {
     const uint32_t number = kSteep ? steep.numbers[1 + part / shares] : 0;
     const int share_quads = kChunkQuads / shares;
     const int first_quad = kSteep ? part % shares * share_quads : 0;
@@ -527,14 +528,15 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
       for (int quad = quads; quad >= first_quad; --quad) {
         using Token = TokenView<N, kReplayTokens>;
         const int count = count_of(quad), stage = quad % 2;
-        const bool mine = quad<end_quad, more = quad> first_quad;
+        const bool in_share = quad < end_quad;
+        const bool more = quad > first_quad;
         own = next_own;
         if (more) fetch(quad - 1);
         if constexpr (!kLarge) {
-          if (mine) Copy<G>(s_next, s);
+          if (in_share) Copy<G>(s_next, s);
           if (more && quad <= end_quad) load_state(quad - 1, s_next);
         }
-        if (mine) {
+        if (in_share) {
           if constexpr (kLarge) load_state(quad, s);
           if (own.Starts(0)) Clear<G>(s);
           if constexpr (!kLarge) Keep<G>(kept[2], s);
@@ -579,7 +581,7 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
         if (more) store(quad - 1);
         __syncthreads();
         if constexpr (!kLarge)
-          if (mine)
+          if (in_share)
             WriteColumnSums<T, G, kPart>(shared.sums, count, own, token_of(quad), stride, out,
                                          steep.keys, dtype);
       }
@@ -668,10 +670,9 @@ cudaError_t Wkv7SteepChunks(cudaStream_t stream, const Wkv7BackwardCall& call, c
                             const uint32_t* steep) {
   if (scratch.heads == 0) return cudaSuccess;
   const auto launch = [&](auto zero, auto size) {
-    // So many blocks run side by side.
-    const int64_t blocks = (size() == 64 ? 2 : 1) * device.multiprocessors;
+    const int64_t resident = (size() == 64 ? 2 : 1) * device.multiprocessors;
     return LaunchBackward<decltype(zero), size(), true, true>(
-        stream, call, device, {0, scratch}, blocks < scratch.heads ? blocks : scratch.heads,
+        stream, call, device, {0, scratch}, resident < scratch.heads ? resident : scratch.heads,
         {steep, gradients, static_cast<int>(call.dims.head_size),
          static_cast<int>(call.dims.value_size)});
   };
