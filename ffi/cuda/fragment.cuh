@@ -84,6 +84,12 @@ __device__ inline void Unpack(float4 packed, float* x) {
   x[0] = packed.x, x[1] = packed.y, x[2] = packed.z, x[3] = packed.w;
 }
 
+// The same of four bfloat16.
+__device__ inline void Unpack(uint2 packed, float* x) {
+  x[0] = __uint_as_float(packed.x << 16), x[1] = __uint_as_float(packed.x & 0xffff0000u);
+  x[2] = __uint_as_float(packed.y << 16), x[3] = __uint_as_float(packed.y & 0xffff0000u);
+}
+
 template <typename G>
 __device__ void LoadCols(const G& partition, const float* row, float (&x)[G::kCols]) {
 #pragma unroll
@@ -118,11 +124,8 @@ __device__ void StoreRows(const G& partition, float* col, const float (&x)[G::kR
 template <typename G>
 __device__ void LoadCols(const G& partition, const __nv_bfloat16* row, float (&x)[G::kCols]) {
 #pragma unroll
-  for (int c = 0; c < G::kCols; c += 4) {
-    const uint2 pairs = *reinterpret_cast<const uint2*>(row + partition.Col(c));
-    x[c] = __uint_as_float(pairs.x << 16), x[c + 1] = __uint_as_float(pairs.x & 0xffff0000u);
-    x[c + 2] = __uint_as_float(pairs.y << 16), x[c + 3] = __uint_as_float(pairs.y & 0xffff0000u);
-  }
+  for (int c = 0; c < G::kCols; c += 4)
+    Unpack(*reinterpret_cast<const uint2*>(row + partition.Col(c)), &x[c]);
 }
 
 template <typename G>
@@ -155,16 +158,19 @@ __device__ void StoreState(const G& partition, T* state, const Fragment<G>& s) {
     StoreCols(partition, state + (partition.first_row + i) * G::N, s[i]);
 }
 
-// The same of a state [rows, cols] with at most N of each; what it lacks is 0 in registers.
-template <typename G, typename T>
-__device__ void LoadStatePart(const G& partition, const T* state, int rows, int cols,
+// The same of a state [rows, cols] with at most N of each, multiples of 4; what it lacks is 0 in registers.
+template <typename G>
+__device__ void LoadStatePart(const G& partition, const __nv_bfloat16* state, int rows, int cols,
                               Fragment<G>& s) {
 #pragma unroll
   for (int i = 0; i < G::kRows; ++i)
 #pragma unroll
-    for (int c = 0; c < G::kCols; ++c) {
+    for (int c = 0; c < G::kCols; c += 4) {
       const int row = partition.first_row + i, col = partition.Col(c);
-      s[i][c] = row < rows && col < cols ? ToFloat(state[row * cols + col]) : 0.0f;
+      uint2 packed = {};
+      if (row < rows && col < cols)
+        packed = *reinterpret_cast<const uint2*>(state + row * cols + col);
+      Unpack(packed, &s[i][c]);
     }
 }
 
@@ -174,9 +180,10 @@ __device__ void StoreStatePart(const G& partition, float* state, int rows, int c
 #pragma unroll
   for (int i = 0; i < G::kRows; ++i)
 #pragma unroll
-    for (int c = 0; c < G::kCols; ++c) {
+    for (int c = 0; c < G::kCols; c += 4) {
       const int row = partition.first_row + i, col = partition.Col(c);
-      if (row < rows && col < cols) state[row * cols + col] = s[i][c];
+      if (row < rows && col < cols)
+        *reinterpret_cast<float4*>(state + row * cols + col) = Pack(&s[i][c]);
     }
 }
 

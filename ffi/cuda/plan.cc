@@ -14,8 +14,8 @@ namespace {
 // The kernel that goes token by token backwards has hundreds of kilobytes of scratch for each head. It
 // takes so many heads at a time, 8 for each of 132 multiprocessors.
 constexpr int64_t kReplayHeads = 1056;
-// Where it only stands in for the kernels on matrix units, for steep chunks or on devices with too little
-// shared memory, there is scratch for so many.
+// Where it only stands in for the kernels on matrix units, on devices with too little shared memory, or for
+// steep chunks, there is scratch for so many heads, or blocks.
 constexpr int64_t kFallbackHeads = 264;
 
 // The kernels on matrix units index the channels of a token with 32 bits.
@@ -62,9 +62,9 @@ void LayOutMatrixUnits(const Rules& rules, const Problem& problem, Plan& plan) {
     plan.split_chunks = (all + plan.splits - 1) / plan.splits;
   }
   const int64_t states = backward ? problem.rows * chunks * problem.heads : 0;
-  const bool replays = rules.may_be_steep && states > 0;
+  const int64_t steep_blocks = rules.blocks_per_steep_chunk * states;
   plan.scratch = 0;
-  plan.steep = Take(replays ? 1 + states : 0, plan.scratch);
+  plan.steep = Take(steep_blocks > 0 ? 1 + states : 0, plan.scratch);
   // A sum for each chunk, or for each split: where sequences have different lengths, at its first chunk.
   plan.partials = rules.walks_backwards ? plan.splits : chunks;
   plan.chunks_per_partial = rules.walks_backwards ? plan.split_chunks : 1;
@@ -77,7 +77,7 @@ void LayOutMatrixUnits(const Rules& rules, const Problem& problem, Plan& plan) {
   plan.transitions = Take(heads_with_transitions * splits.Stride(), plan.scratch);
   const int64_t floats = StateGradientFloats(problem.dtype, rules.matrix_head_size);
   plan.gradients = Take(rules.walks_backwards ? 0 : states * floats, plan.scratch);
-  plan.replay_heads = replays ? std::min(states, plan.replay_heads) : 0;
+  plan.replay_heads = std::min(steep_blocks, plan.replay_heads);
   plan.replay = Take(plan.replay_heads * plan.replay_floats, plan.scratch);
 }
 

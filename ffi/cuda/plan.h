@@ -41,7 +41,8 @@ struct Plan {
   int64_t partials = 1, chunks_per_partial = 1;
   bool adds_up = false;
   // The kernel that goes token by token backwards takes so many heads at a time, counted over all
-  // sequences, or so many steep chunks, and needs `replay_floats` of scratch for each split of a head.
+  // sequences, or has so many blocks for steep chunks, and needs `replay_floats` of scratch for each of these
+  // or for each split of a head.
   int64_t replay_heads = 0, replay_floats = 0;
 
   // Where the parts of the scratch begin, and how many floats it has.

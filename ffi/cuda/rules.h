@@ -21,9 +21,9 @@ struct Rules {
   int64_t matrix_head_size;
   // Whether they take float32 too in this pass, with heads of this size.
   bool takes_float32;
-  // Whether those kernels leave gradients of chunks that decay too far for their arithmetic to the
-  // kernel that goes token by token.
-  bool may_be_steep;
+  // Those kernels leave gradients of chunks that decay too far for their arithmetic to the kernel that goes
+  // token by token, which divides each chunk among at most so many blocks; 0 if there are no such chunks.
+  int64_t blocks_per_steep_chunk;
   // The bytes of shared memory that a block of any of those kernels needs.
   int64_t shared_memory;
   // In how many splits at most those kernels run a sequence, where there are `heads` sequences.

@@ -20,7 +20,7 @@ Rules Wkv6Rules(const Problem& problem) {
   const int64_t scan = Wkv6ScanSharedMemory(problem.pass, problem.dtype, size);
   return {size == problem.value_size && (size == 64 || size == 128) ? size : 0,
           size == 64,
-          false,  // no decay is too fast for these kernels
+          0,  // no decay is too fast for these kernels
           problem.pass == Pass::kBackward
               ? std::max(scan, Wkv6GradientSharedMemory(problem.dtype, size))
               : scan,

@@ -30,12 +30,13 @@ cudaError_t RunReverseTransition(cudaStream_t stream, const Wkv7BackwardCall& ca
 
 // Tokens between two states that the backward pass keeps in its scratch.
 constexpr int64_t kReplayTokens = 4;
+constexpr int kChunkQuads = kChunk / kReplayTokens;
 
 // The floats of scratch that the backward pass needs for one split of one head: the gradient of the
 // state at its end, the states inside one chunk, and S_{t-1} a_t for each token of the chunk. For large
 // heads it is one state more, since two states inside a quad may be kept where that gradient was.
 __host__ __device__ constexpr int64_t ScratchSize(int64_t head_size) {
-  const int64_t states = kChunk / kReplayTokens + (head_size > 64 ? 1 : 0);
+  const int64_t states = kChunkQuads + (head_size > 64 ? 1 : 0);
   return states * head_size * head_size + kChunk * head_size;
 }
 
@@ -43,7 +44,7 @@ __host__ __device__ constexpr int64_t ScratchSize(int64_t head_size) {
 cudaError_t Wkv7Forward(cudaStream_t stream, const Wkv7ForwardCall& call, bool few_heads);
 cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call, const Device& device,
                          const ReplayScratch& scratch);
-// The steep chunks that Wkv7Gradients has left, `scratch.heads` of them at a time.
+// The steep chunks that Wkv7Gradients has left, in at most `scratch.heads` blocks.
 cudaError_t Wkv7SteepChunks(cudaStream_t stream, const Wkv7BackwardCall& call, const Device& device,
                             const ReplayScratch& scratch, const uint4* gradients,
                             const uint32_t* steep);

@@ -33,7 +33,7 @@ Rules Wkv7Rules(const Problem& problem) {
   const bool whole = problem.pass == Pass::kForward || problem.pass == Pass::kBackward;
   return {suits ? size : 0,
           keys == 64 && values == 64 && whole,
-          problem.decay != Decay::kSigmoid,
+          problem.decay == Decay::kSigmoid ? 0 : kChunkQuads,
           problem.pass == Pass::kBackward ? std::max(scan, gradients) : scan,
           MostSplits,
           TransitionSize(size),

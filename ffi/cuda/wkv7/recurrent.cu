@@ -126,9 +126,24 @@ __global__ __launch_bounds__(ForwardPartition<N>::kThreads, kBlocks) void Forwar
   StoreState(partition, final_state + head.State(), s);
 }
 
-// Leaves the gradient of the state at the end of each split but the last in the scratch. The
-// gradient follows a recurrence that needs no state: dS <- (dS + dy r^T) diag(d) + ((dS + dy r^T)
-// b) a^T.
+// Takes the gradient of a state one token backwards, which needs no state: dS <- (dS + dy r^T) diag(d) +
+// ((dS + dy r^T) b) a^T.
+template <typename G>
+__device__ void ReverseToken(const G& partition, const float* dy_row, const float* r_row,
+                             const float* b_row, const float* d_row, const float* a_row,
+                             Fragment<G>& ds) {
+  float dy[G::kRows], dsa[G::kRows], x[G::kCols], d[G::kCols];
+  LoadRows(partition, dy_row, dy);
+  LoadCols(partition, r_row, x);
+  Add<G>(ds, dy, x);
+  LoadCols(partition, b_row, x);
+  Dot<G>(ds, x, dsa);
+  LoadCols(partition, d_row, d);
+  LoadCols(partition, a_row, x);
+  DecayAndAdd<G>(ds, d, dsa, x);
+}
+
+// Leaves the gradient of the state at the end of each split but the last in the scratch.
 template <typename T, int N>
 __global__ __launch_bounds__(ForwardPartition<N>::kThreads) void SplitKernel(
     const __grid_constant__ Vectors<T> inputs, int64_t row_tokens, int64_t heads, Dtype dtype,
@@ -164,15 +179,8 @@ __global__ __launch_bounds__(ForwardPartition<N>::kThreads) void SplitKernel(
     if (first > length) fetch(first - kTokens);
 #pragma unroll
     for (int t = kTokens - 1; t >= 0; --t) {
-      float dy[G::kRows], dsa[G::kRows], x[G::kCols], d[G::kCols];
-      LoadRows(partition, shared + (kDyRow * kTokens + t) * N, dy);
-      LoadCols(partition, shared + (kRRow * kTokens + t) * N, x);
-      Add<G>(ds, dy, x);
-      LoadCols(partition, shared + (kBRow * kTokens + t) * N, x);
-      Dot<G>(ds, x, dsa);
-      LoadCols(partition, shared + (kDecayRow * kTokens + t) * N, d);
-      LoadCols(partition, shared + (kARow * kTokens + t) * N, x);
-      DecayAndAdd<G>(ds, d, dsa, x);
+      const auto row = [&](int vector) { return shared + (vector * kTokens + t) * N; };
+      ReverseToken(partition, row(kDyRow), row(kRRow), row(kBRow), row(kDecayRow), row(kARow), ds);
       if (own.Starts(t)) Clear<G>(ds);
     }
     if (first % length == 0)
@@ -180,14 +188,15 @@ __global__ __launch_bounds__(ForwardPartition<N>::kThreads) void SplitKernel(
   }
 }
 
-template <typename T>
-struct Gradients {
-  T *r, *w, *k, *v, *a, *b;
-  float* initial_state;
-};
-
 // The gradients that are sums over the rows of S.
 enum ColumnSum { kDr, kDw, kDk, kDa, kDb, kColumnSums };
+
+template <typename T>
+struct Gradients {
+  T* columns[kColumnSums];
+  T* v;
+  float* initial_state;
+};
 
 // In large heads a lane has more rows, because registers and shared memory admit no more warps.
 template <int N>
@@ -310,28 +319,24 @@ template <typename T, typename G, bool kPart, int kTokens, bool kMarked>
 __device__ void WriteColumnSums(const float (&sums)[kTokens][G::kWarps][kColumnSums][G::N],
                                 int count, TileMarks<kMarked> marks, int64_t first, int64_t stride,
                                 const Gradients<T>& out, int keys, Dtype dtype) {
-  T* const gradients[kColumnSums] = {out.r, out.w, out.k, out.a, out.b};
   constexpr int kPiece = 4;
   struct alignas(kPiece * sizeof(T)) Piece {
     T x[kPiece];
   };
+  for (int i = kPiece * threadIdx.x; i < count * kColumnSums * G::N; i += kPiece * G::kThreads) {
+    const int t = i / (kColumnSums * G::N), which = i / G::N % kColumnSums, col = i % G::N;
+    if (kPart && col >= keys) continue;
+    float sum[kPiece] = {};
 #pragma unroll
-  for (int which = 0; which < kColumnSums; ++which) {
-    for (int i = kPiece * threadIdx.x; i < count * G::N; i += kPiece * G::kThreads) {
-      const int t = i / G::N, col = i % G::N;
-      if (kPart && col >= keys) continue;
-      float sum[kPiece] = {};
+    for (int warp = 0; warp < G::kWarps; ++warp)
 #pragma unroll
-      for (int warp = 0; warp < G::kWarps; ++warp)
+      for (int e = 0; e < kPiece; ++e) sum[e] += sums[t][warp][which][col + e];
+    Piece piece;
 #pragma unroll
-        for (int e = 0; e < kPiece; ++e) sum[e] += sums[t][warp][which][col + e];
-      Piece piece;
-#pragma unroll
-      for (int e = 0; e < kPiece; ++e)
-        piece.x[e] = FromFloat<T>(marks.Absent(t) ? 0.0f : sum[e], dtype);
-      const int64_t token = first + t * stride;
-      *reinterpret_cast<Piece*>(gradients[which] + (kPart ? token * keys : token) + col) = piece;
-    }
+    for (int e = 0; e < kPiece; ++e)
+      piece.x[e] = FromFloat<T>(marks.Absent(t) ? 0.0f : sum[e], dtype);
+    const int64_t token = first + t * stride;
+    *reinterpret_cast<Piece*>(out.columns[which] + (kPart ? token * keys : token) + col) = piece;
   }
 }
 
@@ -355,6 +360,14 @@ struct SteepChunks {
   int keys, values;
 };
 
+// Into how many shares, each of equally many quads, every one of `chunks` steep chunks is divided, so that few
+// chunks fill a GPU.
+__device__ inline uint32_t SharesOfChunk(uint32_t chunks) {
+  uint32_t shares = 1;
+  while (shares < kChunkQuads && chunks <= gridDim.x / (2 * shares)) shares *= 2;
+  return shares;
+}
+
 // Fetches tokens; if kPart, `first` and `stride` count heads.
 template <bool kPart, typename Loader, typename T>
 __device__ void FetchTokens(Loader& loader, const T* const* vectors, int64_t first, int64_t stride,
@@ -375,7 +388,12 @@ using SteepState = std::conditional_t<std::is_same_v<T, float>, float, __nv_bflo
 //     before each quad of kReplayTokens tokens but the first, and S_{t-1} a_t of each token.
 //   - Quads are taken from the last to the first. A quad is replayed from the state before it, so
 //     that S_{t-1} of its tokens is at hand, and then its tokens are taken backwards.
-// So no decay is ever inverted. If kSteep, a block takes one steep chunk after another, each like a split.
+// So no decay is ever inverted.
+//
+// If kSteep, a block takes one share of a steep chunk after another. For its run of quads, the state is replayed
+// through all quads before, and the gradient of the state is taken backwards through all quads after. As a rule
+// there are few steep chunks. Then all time is latency, most of it that of loading instructions, so loops over
+// tokens are not unrolled.
 template <typename T, int N, bool kMarked, bool kSteep>
 __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) void BackwardKernel(
     const __grid_constant__ Vectors<T> inputs, int64_t row_tokens, int64_t heads, Dtype dtype,
@@ -393,9 +411,14 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
                 "steep chunks are rare: one kernel does for calls with marks and without");
   auto& shared = *reinterpret_cast<Shared*>(memory);
   constexpr int kRows = G::kRows;
+  constexpr int kUnrolled = kSteep ? 1 : kReplayTokens;
   const G partition;
-  for (uint32_t part = blockIdx.x; !kSteep || part < steep.numbers[0]; part += gridDim.x) {
-    const uint32_t number = kSteep ? steep.numbers[1 + part] : 0;
+  const uint32_t steep_chunks = kSteep ? steep.numbers[0] : 0;
+  const uint32_t shares = kSteep ? SharesOfChunk(steep_chunks) : 1;
+  for (uint32_t part = blockIdx.x; !kSteep || part < shares * steep_chunks; part += gridDim.x) {
+    const uint32_t number = kSteep ? steep.numbers[1 + part / shares] : 0;
+    const int share_quads = kChunkQuads / shares;
+    const int first_quad = kSteep ? part % shares * share_quads : 0;
     const Head<N> head =
         kSteep ? Head<N>(number % heads, heads, sequences.OfChunk(number / heads, row_tokens))
                : Head<N>(lot.Turn(), row_tokens, heads, sequences);
@@ -408,7 +431,7 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
     float* const ds_end =
         lot.Scratch(kSteep ? lot.first_head + blockIdx.x : head.turn, split, ScratchSize(N));
     float* const quad_states = ds_end + (kLarge ? 2 : 1) * N * N;
-    float* const chunk_sa = quad_states + (kChunk / kReplayTokens - 1) * N * N;
+    float* const chunk_sa = quad_states + (kChunkQuads - 1) * N * N;
     KeptState<G>* const kept =
         kLarge && !keeps ? reinterpret_cast<KeptState<G>*>(ds_end) : shared.kept;
 
@@ -425,6 +448,8 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
       const int64_t first_token = head.FirstToken() / kUnit + start * stride;
       const int in_chunk = static_cast<int>(tokens - start < kChunk ? tokens - start : kChunk);
       const int quads = (in_chunk + kReplayTokens - 1) / kReplayTokens;
+      const int end_quad = kSteep ? Min(first_quad + share_quads, quads) : quads;
+      if (kSteep && first_quad >= quads) break;
       const auto count_of = [&](int quad) {
         return Min(kReplayTokens, in_chunk - quad * kReplayTokens);
       };
@@ -447,32 +472,34 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
 
       load_state(0, s);
       TokenLoader<T, G, kReplayVectors, kReplayTokens> replay_loader;
-      FetchTokens<kPart>(replay_loader, inputs.x, token_of(0), stride, count_of(0), steep);
-      TileMarks<kMarked> own, next_own = marks_of(0);
-      replay_loader.template Store<false>(shared.tokens[0], nullptr, count_of(0), next_own, decay,
-                                          dtype);
-      __syncthreads();
-      for (int quad = 0; quad < quads; ++quad) {
-        const bool more = quad + 1 < quads;
+      TileMarks<kMarked> own, next_own;
+      for (int quad = -1; quad < end_quad; ++quad) {
+        const bool more = quad + 1 < end_quad;
         own = next_own;
         if (more) {
           FetchTokens<kPart>(replay_loader, inputs.x, token_of(quad + 1), stride,
                              count_of(quad + 1), steep);
           next_own = marks_of(quad + 1);
         }
-        if (quad > 0) StoreState(partition, quad_states + (quad - 1) * N * N, s);
-        float sa[kReplayTokens][kRows];
+        if (quad > 0 && quad >= first_quad)
+          StoreState(partition, quad_states + (quad - 1) * N * N, s);
+        if (quad >= 0) {
+#pragma unroll 1
+          for (int first = 0; first < kReplayTokens; first += kUnrolled) {
+            float sa[kUnrolled][kRows];
 #pragma unroll
-        for (int t = 0; t < kReplayTokens; ++t) {
-          const TokenView<N, kReplayTokens> at{shared.tokens[quad % 2], t};
-          if (own.Starts(t)) Clear<G>(s);
-          ReadFromState(partition, at, s, sa[t]);
-          UpdateState(partition, at, sa[t], s);
+            for (int t = 0; t < kUnrolled; ++t) {
+              const TokenView<N, kReplayTokens> at{shared.tokens[quad % 2], first + t};
+              if (own.Starts(first + t)) Clear<G>(s);
+              ReadFromState(partition, at, s, sa[t]);
+              UpdateState(partition, at, sa[t], s);
+            }
+            if (partition.col_group == 0)
+#pragma unroll
+              for (int t = 0; t < kUnrolled; ++t)
+                StoreRows(partition, chunk_sa + (quad * kReplayTokens + first + t) * N, sa[t]);
+          }
         }
-        if (partition.col_group == 0)
-#pragma unroll
-          for (int t = 0; t < kReplayTokens; ++t)
-            StoreRows(partition, chunk_sa + (quad * kReplayTokens + t) * N, sa[t]);
         if (more)
           replay_loader.template Store<false>(shared.tokens[(quad + 1) % 2], nullptr,
                                               count_of(quad + 1), next_own, decay, dtype);
@@ -481,75 +508,85 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
 
       TokenLoader<T, G, kBackwardVectors, kReplayTokens> loader;
       float4 sa_piece;
+      const auto has_sa = [&](int quad) {
+        return (!kSteep || quad < end_quad) && 4 * threadIdx.x < kReplayTokens * N;
+      };
       const auto fetch = [&](int quad) {
         FetchTokens<kPart>(loader, inputs.x, token_of(quad), stride, count_of(quad), steep);
         next_own = marks_of(quad);
-        if (4 * threadIdx.x < kReplayTokens * N)
+        if (has_sa(quad))
           sa_piece = *reinterpret_cast<const float4*>(chunk_sa + quad * kReplayTokens * N +
                                                       4 * threadIdx.x);
       };
       const auto store = [&](int quad) {
         loader.template Store<true>(shared.tokens[quad % 2], shared.slope[quad % 2], count_of(quad),
                                     next_own, decay, dtype);
-        if (4 * threadIdx.x < kReplayTokens * N)
+        if (has_sa(quad))
           *reinterpret_cast<float4*>(&shared.sa[quad % 2][4 * threadIdx.x]) = sa_piece;
       };
       Fragment<G> s_next;
-      fetch(quads - 1);
-      store(quads - 1);
-      if constexpr (!kLarge) load_state(quads - 1, s_next);
-      __syncthreads();
-      for (int quad = quads - 1; quad >= 0; --quad) {
-        const int count = count_of(quad), stage = quad % 2;
-        own = next_own;
-        if (quad > 0) fetch(quad - 1);
-        if constexpr (kLarge) {
-          load_state(quad, s);
-          if (own.Starts(0)) Clear<G>(s);
-        } else {
-          Copy<G>(s_next, s);
-          if (own.Starts(0)) Clear<G>(s);
-          Keep<G>(kept[2], s);
-          if (quad > 0) load_state(quad - 1, s_next);
-        }
+      for (int quad = quads; quad >= first_quad; --quad) {
         using Token = TokenView<N, kReplayTokens>;
-#pragma unroll
-        for (int t = 0; t < kReplayTokens - 1; ++t) {
-          ReplayToken<G>(partition, Token{shared.tokens[stage], t}, shared.sa[stage], own, s);
-          if (t < kReplayTokens - 2) Keep<G>(kept[t], s);
+        const int count = count_of(quad), stage = quad % 2;
+        const bool in_share = quad < end_quad;
+        const bool more = quad > first_quad;
+        own = next_own;
+        if (more) fetch(quad - 1);
+        if constexpr (!kLarge) {
+          if (in_share) Copy<G>(s_next, s);
+          if (more && quad <= end_quad) load_state(quad - 1, s_next);
         }
-        // All warps are done with the sums of the quad before.
-        if constexpr (!kLarge) __syncthreads();
-        const auto token = [&](int t) { return token_of(quad) + t * stride; };
-#pragma unroll
-        for (int t = kReplayTokens - 1; t >= 0; --t) {
-          if (t == 0 && kLarge) {
-            load_state(quad, s);
-            if (own.Starts(0)) Clear<G>(s);
-          } else if (t < kReplayTokens - 1) {
-            Recall<G>(kept[t > 0 ? t - 1 : 2], s);
+        if (in_share) {
+          if constexpr (kLarge) load_state(quad, s);
+          if (own.Starts(0)) Clear<G>(s);
+          if constexpr (!kLarge) Keep<G>(kept[2], s);
+#pragma unroll(kUnrolled)
+          for (int t = 0; t < kReplayTokens - 1; ++t) {
+            ReplayToken<G>(partition, Token{shared.tokens[stage], t}, shared.sa[stage], own, s);
+            if (t < kReplayTokens - 2) Keep<G>(kept[t], s);
           }
-          BackwardToken<T, G, kPart>(
-              partition, {shared.tokens[stage], t}, shared.slope[stage] + t * N,
-              shared.sa[stage] + t * N, own, s, ds,
-              shared.sums[t % Shared::kSumTokens][threadIdx.x / 32],
-              t < count ? out.v + (kPart ? token(t) * steep.values : token(t)) : nullptr,
-              steep.values, dtype);
-          if constexpr (kLarge) {
-            __syncthreads();
-            WriteColumnSums<T, G, kPart>(shared.sums, t < count, own.From(t), token(t), stride, out,
-                                         steep.keys, dtype);
-            __syncthreads();
+          // All warps are done with the sums of the quad before.
+          if constexpr (!kLarge) __syncthreads();
+          const auto token = [&](int t) { return token_of(quad) + t * stride; };
+#pragma unroll(kUnrolled)
+          for (int t = kReplayTokens - 1; t >= 0; --t) {
+            if (t == 0 && kLarge) {
+              load_state(quad, s);
+              if (own.Starts(0)) Clear<G>(s);
+            } else if (t < kReplayTokens - 1) {
+              Recall<G>(kept[t > 0 ? t - 1 : 2], s);
+            }
+            BackwardToken<T, G, kPart>(
+                partition, {shared.tokens[stage], t}, shared.slope[stage] + t * N,
+                shared.sa[stage] + t * N, own, s, ds,
+                shared.sums[t % Shared::kSumTokens][threadIdx.x / 32],
+                t < count ? out.v + (kPart ? token(t) * steep.values : token(t)) : nullptr,
+                steep.values, dtype);
+            if constexpr (kLarge) {
+              __syncthreads();
+              WriteColumnSums<T, G, kPart>(shared.sums, t < count, own.From(t), token(t), stride,
+                                           out, steep.keys, dtype);
+              __syncthreads();
+            }
+          }
+        } else if (kSteep && quad < quads) {
+#pragma unroll 1
+          for (int t = kReplayTokens - 1; t >= 0; --t) {
+            const Token at{shared.tokens[stage], t};
+            ReverseToken(partition, at.Row(kDy), at.Row(kR), at.Row(kB), at.Row(kW), at.Row(kA),
+                         ds);
+            if (own.Starts(t)) Clear<G>(ds);
           }
         }
-        if (quad > 0) store(quad - 1);
+        if (more) store(quad - 1);
         __syncthreads();
         if constexpr (!kLarge)
-          WriteColumnSums<T, G, kPart>(shared.sums, count, own, token(0), stride, out, steep.keys,
-                                       dtype);
+          if (in_share)
+            WriteColumnSums<T, G, kPart>(shared.sums, count, own, token_of(quad), stride, out,
+                                         steep.keys, dtype);
       }
     }
-    if ((kSteep ? first_chunk : split) == 0) {
+    if ((kSteep ? first_chunk : split) == 0 && first_quad == 0) {
       if constexpr (kPart)
         StoreStatePart(partition, out.initial_state + head.index * steep.values * steep.keys,
                        steep.values, steep.keys, ds);
@@ -564,10 +601,11 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) vo
 template <typename T, int N, bool kMarked, bool kSteep>
 cudaError_t LaunchBackward(cudaStream_t stream, const Wkv7BackwardCall& call, const Device& device,
                            const ReplayLot& lot, int64_t blocks, const SteepChunks& steep) {
-  const Gradients<T> gradients{static_cast<T*>(call.dr), static_cast<T*>(call.dw),
-                               static_cast<T*>(call.dk), static_cast<T*>(call.dv),
-                               static_cast<T*>(call.da), static_cast<T*>(call.db),
-                               call.dinitial_state};
+  const Gradients<T> gradients{
+      {static_cast<T*>(call.dr), static_cast<T*>(call.dw), static_cast<T*>(call.dk),
+       static_cast<T*>(call.da), static_cast<T*>(call.db)},
+      static_cast<T*>(call.dv),
+      call.dinitial_state};
   using Shared = BackwardShared<BackwardPartition<N>>;
   static_assert(Shared::kLarge || sizeof(Shared) <= kLeastSharedMemory);
   const bool keeps = static_cast<int64_t>(sizeof(Shared)) <= device.shared_memory;
@@ -632,8 +670,9 @@ cudaError_t Wkv7SteepChunks(cudaStream_t stream, const Wkv7BackwardCall& call, c
                             const uint32_t* steep) {
   if (scratch.heads == 0) return cudaSuccess;
   const auto launch = [&](auto zero, auto size) {
+    const int64_t resident = (size() == 64 ? 2 : 1) * device.multiprocessors;
     return LaunchBackward<decltype(zero), size(), true, true>(
-        stream, call, device, {0, scratch}, scratch.heads,
+        stream, call, device, {0, scratch}, resident < scratch.heads ? resident : scratch.heads,
         {steep, gradients, static_cast<int>(call.dims.head_size),
          static_cast<int>(call.dims.value_size)});
   };
