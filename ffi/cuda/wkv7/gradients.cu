@@ -144,8 +144,8 @@ struct GradientLayout {
   static constexpr int kKh = kBh + kTokenBytes;  // k, projected in a keyed call, Kh
   static constexpr int kV = kKh + kTokenBytes;   // v, dk
   static constexpr int kDy = kV + kTokenBytes;   // dy, dr
-  static constexpr int kU = kDy + kTokenBytes;   // U, db
-  static constexpr int kDz = kU + kTokenBytes;   // w, dZ, da
+  static constexpr int kU = kDy + kTokenBytes;   // of halves At in the first frame, U, db
+  static constexpr int kDz = kU + kTokenBytes;   // w, of halves LastFrameRows, dZ, da
   static constexpr int kSp = kDz + kTokenBytes;  // Sp
   static constexpr int kDs = kSp + kStateBytes;  // dS or dSh
   // Key factors or, of tiles, StateFactors, then Aab, M, dv of the first panel, dAab.
@@ -154,6 +154,8 @@ struct GradientLayout {
   static constexpr int kQrb = kAak + kPanelBytes;  // Qrb, dQrb
   static constexpr int kQrk = kQrb + kPanelBytes;  // Qrk, dQrk
   static constexpr int kTermBytes = kQrk + kPanelBytes;
+  // Of halves Rt in the first frame, until Qrb and Qrk are stored.
+  static constexpr int kFirstRt = kTermBytes - kTokenBytes;
   // float [4, N]: the sums of the log decays of both halves or, of decays without a bound, the factors of S0 and dS,
   // and Centres. Of decays with a bound the factor of S0 comes to row 0 unless kAmple, and at last the other rows
   // have Written and LaterReads.
@@ -751,6 +753,7 @@ class ChunkGradients {
       const auto store_factor = [&](Frames of) {
         const float c = Centre(of, frame, half);
         StateFactors(of)[half * N + channel] = Exp2(half == 0 ? c + sum : sum - c);
+        if (of == Frames::kHalves) StoreCentre(half * (kChunkTiles - 1), i, c);
       };
       if (Lane() % 4 == 0) store_factor(Frames::kHalves), store_factor(Frames::kTiles);
     }
@@ -773,7 +776,7 @@ class ChunkGradients {
     return true;
   }
 
-  // With kFramed: c of the frames of this half, in `decays` and in Centres.
+  // With kFramed: c of the frames of this half, in `decays` and, of tiles, in Centres.
   __device__ __forceinline__ void SetCentres(Decays& decays) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i)
@@ -785,13 +788,12 @@ class ChunkGradients {
             half == 0 ? (f == 0 ? -sums[1] : 0.0f) : sums[0] + (f == 0 ? 0.0f : sums[1]);
 #pragma unroll
         for (int j = 0; j < 4; ++j) decays.writes[2 * f + j / 2][2 * i + j % 2] += c - last;
-        if (Lane() % 4 == 0)
-          Centres()[(FirstTile() + f) * N + Channel() + 8 * i] =
-              static_cast<uint16_t>(static_cast<int>(0.5f * c) + kCentre);
+        if (frames == Frames::kTiles && Lane() % 4 == 0) StoreCentre(FirstTile() + f, i, c);
       }
   }
 
-  // At, Rt, Bh and Kh of this half, in place; of float16 also V and dY, as bfloat16, and of floats as terms.
+  // At, Rt, Bh and Kh of this half, in place; of float16 also V and dY, as bfloat16, and of floats as terms. Of
+  // halves also what products across frames take: At and Rt in the first frame, and LastFrameRows.
   __device__ __forceinline__ void ScaleOperands(Decays& decays) const {
     HalfAccumulator& writes = decays.writes;
     if constexpr (kFramed) SetCentres(decays);
@@ -800,6 +802,11 @@ class ChunkGradients {
       ForEachElement<kHalfFragments>(
           [&](int fragment, int e) { writes[fragment][e] += later_half[e / 2]; });
     }
+    const bool halves = kFramed && frames == Frames::kHalves;
+    uint32_t factors[2] = {};
+    if (halves)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) factors[i] = OwnFactors(i, 0, kChunkTiles - 1);
     const Ones itself(false, true, false);
 #pragma unroll
     for (int tile = 0; tile < kHalfTiles; ++tile) {
@@ -807,6 +814,17 @@ class ChunkGradients {
       const auto store_scaled = [&](int offset, Left(&x)[kTerms]) {
         if constexpr (!kFloat) Scale<T>(e, x[0]);
         OwnChannels(offset).Store(FirstTile() + tile, x);
+        const bool reads = offset == L::kAt || offset == L::kRt;
+        if (!halves || (!reads && (half == 1 || (offset != L::kBh && offset != L::kKh)))) return;
+        if (half == 1 || !reads)
+#pragma unroll
+          for (int term = 0; term < kTerms; ++term)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) x[term][i] = MultiplyTwice(x[term][i], factors[i % 2]);
+        if (reads)
+          OwnChannels(FirstFrame(offset)).Store(FirstTile() + tile, x);
+        else
+          Channels{LastFrameRows(offset, panel).panel, warp}.Store(tile, x);
       };
       const auto scale = [&](int offset) {
         Left x[kTerms];
@@ -902,8 +920,11 @@ class ChunkGradients {
   __device__ __forceinline__ void TokenProducts() const {
     const auto product = [&](int to, int left, int right, bool diagonal) {
       Accumulator<8> sum;
-      ChannelProduct<false>(sum, AllChannels(left), AllChannels(right), warp);
+      ChannelProduct<false>(sum, AllChannels(left), AllChannels(right), warp,
+                            AllChannels(FirstFrame(left)), AllChannels(right));
       Finish(sum);
+      if (kFramed && frames == Frames::kHalves && to >= L::kFirstRt)
+        WaitForHalf();  // until Rt in the first frame has been read
       StoreLower<L>(warp, At(to), diagonal, LoadMarks(), sum);
     };
     if (group == 0) {
@@ -924,7 +945,9 @@ class ChunkGradients {
   __device__ __forceinline__ void Values() const {
     Accumulator<8> z, u;
     Left rounded[kChunkTiles][kTerms];
-    ChannelProduct<true>(z, StartRows(), AllChannels(L::kAt), 0);
+    const bool halves = kFramed && frames == Frames::kHalves;
+    const Along at = AllChannels(halves ? FirstFrame(L::kAt) : L::kAt);
+    ChannelProduct<true>(z, StartRows(), at, 0, StartRows(), at);
     if (const ChunkMarks marks = LoadMarks(); marks.starts != 0) {
       Finish(z);
       KeepTokens<8>(0, 0, marks.FirstStart(), z);
@@ -934,6 +957,7 @@ class ChunkGradients {
     RoundPanel(z, rounded);
     Product<L, false>(u, rounded, Along{At(L::kM)});
     Finish(u);
+    if (halves) WaitForHalf();  // until At in the first frame has been read
     OwnChannels(L::kU).template StoreSum<__nv_bfloat16>(0, u);
     PublishOperands();
     WaitForHalf();
@@ -984,16 +1008,24 @@ class ChunkGradients {
         KeepTokens<8>(0, marks.LastStart(), kChunkTokens, sum);
       }
     };
-    ChannelProduct<false>(du, GradientRows(), AllChannels(L::kBh), kChunkTiles - 1);
+    ChannelProduct<false>(du, GradientRows(), AllChannels(L::kBh), kChunkTiles - 1, GradientRows(),
+                          LastFrameRows(L::kBh, 0));
     keep_last_segment(du);
     Product<L, true, kChunkTiles>(warp, du, Down{OwnPanel(L::kDy)}, Down{At(L::kQrb)});
     Finish(du);
     RoundPanel(du, rounded);
     Product<L, false>(dz, rounded, Down{At(L::kM)});
     Finish(dz);
-    OwnChannels(L::kDz).template StoreSum<__nv_bfloat16>(0, dz);
+    const bool halves = kFramed && frames == Frames::kHalves;
+    if (!halves) OwnChannels(L::kDz).template StoreSum<__nv_bfloat16>(0, dz);
     RoundPanel(dz, rounded);
-    ChannelProduct<false>(dv, GradientRows(), AllChannels(L::kKh), kChunkTiles - 1);
+    ChannelProduct<false>(dv, GradientRows(), AllChannels(L::kKh), kChunkTiles - 1, GradientRows(),
+                          LastFrameRows(L::kKh, 0));
+    if (halves) {
+      WaitForHalf();  // until LastFrameRows have been read
+#pragma unroll
+      for (int tile = 0; tile < kChunkTiles; ++tile) OwnChannels(L::kDz).Store(tile, rounded[tile]);
+    }
     keep_last_segment(dv);
     Product<L, true, kChunkTiles>(warp, dv, Down{OwnPanel(L::kDy)}, Down{At(L::kQrk)});
     Product<L, true>(dv, rounded, Down{At(L::kAak)});
@@ -1257,8 +1289,12 @@ class ChunkGradients {
     }
     return 2.0f * rintf(half == 0 ? -0.5f * middle : 0.5f * middle);
   }
-  // With kFramed: [tiles, N] of c / 2 + kCentre.
+  // With kFramed: [tiles, N] of c / 2 + kCentre; of halves only the first and the last row.
   __device__ uint16_t* Centres() const { return reinterpret_cast<uint16_t*>(Sums() + 2 * N); }
+  __device__ void StoreCentre(int row, int lower, float c) const {
+    Centres()[row * N + Channel() + 8 * lower] =
+        static_cast<uint16_t>(static_cast<int>(0.5f * c) + kCentre);
+  }
   // Half of how far c falls between two frames, of a channel and of the one after it, which a word has.
   __device__ uint32_t Fall(int frame, int other, int channel) const {
     const auto at = [&](int f) {
@@ -1341,6 +1377,12 @@ class ChunkGradients {
     return {rows.panel + half * kHalfTokens * kRowBytes, rows.panel_bytes};
   }
   __device__ Along HalfRows(int offset) const { return RowsOf(half, AllChannels(offset)); }
+  // Of halves: where At or Rt of all tokens lies in the first frame.
+  static __device__ int FirstFrame(int offset) { return offset == L::kAt ? L::kU : L::kFirstRt; }
+  // Of halves: the rows of Bh or Kh of the first half of the tokens, in the last frame, from a panel on.
+  __device__ Along LastFrameRows(int offset, int from_panel) const {
+    return RowsOf(offset == L::kKh, {At(L::kDz) + from_panel * L::kPanelBytes, L::kPanelBytes});
+  }
   // The columns of the tokens of this half; k runs down them.
   __device__ Down HalfColumns(int offset) const { return {At(offset), FirstTile()}; }
   // The first column of a piece of a row or, of floats, of the part of it that lies where its term number
@@ -1546,15 +1588,39 @@ class ChunkGradients {
     Finish(pair[0], pair[1]);
   }
 
-  // Starts sum = left right over all channels, whose columns are the tokens of the chunk, brought from their own
-  // frames to `frame`: of that frame, and of those behind it if kLater, or else of those before it.
+  // Starts sum = left right over all channels, whose columns are the tokens of the chunk. Of tiles it brings them
+  // from their own frames to `frame`: those of that frame, and those behind it if kLater, or else those before it.
+  // Of halves `right` is in the first frame if kLater; if not, the sums for the first half are those of
+  // first_left and first_right.
   template <bool kLater, typename LeftOperand>
   __device__ __forceinline__ void ChannelProduct(Accumulator<8>& sum, const LeftOperand& left,
-                                                 const Along& right, int frame) const {
-    if (!kFramed || frames == Frames::kChunk) {
+                                                 const Along& right, int frame,
+                                                 const LeftOperand& first_left,
+                                                 const Along& first_right) const {
+    if (!kFramed || frames == Frames::kChunk || (kLater && frames == Frames::kHalves)) {
       Product<L, false, kTiles>(warp, sum, left, right);
       if constexpr (kFramed)
         Finish(sum);  // else ptxas serialises products, for the other way is none
+      return;
+    }
+    if (!kLater && frames == Frames::kHalves) {
+      HalfAccumulator sums[2];
+      BeginProducts();
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile)
+        ForProducts<kTerms, true>([&](int i, int j) {
+          const auto multiply = [&](HalfAccumulator& to, const LeftOperand& a, const Along& b) {
+            MultiplyOrAdd(tile + i + j > 0, to, warp, a.Tile(tile).Behind(i * L::kTermBytes),
+                          b.Tile(tile).Behind(j * L::kTermBytes));
+          };
+          multiply(sums[0], first_left, first_right);
+          multiply(sums[1], left, RowsOf(1, right));
+        });
+      CommitProducts();
+      Finish(sums[0], sums[1]);
+      ForEachElement<8>([&](int fragment, int e) {
+        sum[fragment][e] = sums[fragment / kHalfFragments][fragment % kHalfFragments][e];
+      });
       return;
     }
     const auto load = [&](int tile, Left(&plain)[kTerms]) {
@@ -1575,37 +1641,6 @@ class ChunkGradients {
             scaled[term][j] = MultiplyTwice(plain[term][j], factors);
       }
     };
-    if (frames == Frames::kHalves) {
-      constexpr int kScaled = kLater ? 1 : 0, kStepTiles = 2;
-      HalfAccumulator sums[2];
-      Left lefts[2][kStepTiles][2][kTerms];
-#pragma unroll
-      for (int first = 0; first < kTiles; first += kStepTiles) {
-        // Two tiles are scaled while the products of two others run.
-        auto& of_step = lefts[first / kStepTiles % 2];
-        if (first >= 2 * kStepTiles) WaitForProducts<1>();
-#pragma unroll
-        for (int i = 0; i < kStepTiles; ++i) {
-          load(first + i, of_step[i][1 - kScaled]);
-          scale(first + i, kScaled * kHalfTiles, of_step[i][1 - kScaled], of_step[i][kScaled]);
-        }
-        BeginProducts();
-#pragma unroll
-        for (int i = 0; i < kStepTiles; ++i)
-          ForProducts<kTerms, true>([&](int a, int b) {
-#pragma unroll
-            for (int h = 0; h < 2; ++h)
-              MultiplyOrAdd(first + i + a + b > 0, sums[h], of_step[i][h][a],
-                            RowsOf(h, right).Tile(first + i).Behind(b * L::kTermBytes));
-          });
-        CommitProducts();
-      }
-      Finish(sums[0], sums[1]);
-      ForEachElement<8>([&](int fragment, int e) {
-        sum[fragment][e] = sums[fragment / kHalfFragments][fragment % kHalfFragments][e];
-      });
-      return;
-    }
     ForEachElement<8>([&](int fragment, int e) { sum[fragment][e] = 0.0f; });
 #pragma unroll(kPanelTiles)
     for (int tile = 0; tile < kTiles; ++tile) {
