@@ -1547,20 +1547,22 @@ class ChunkGradients {
     }
     // A half that adds all tiles is not that of `frame`, which has kHalfTiles of them.
     const bool scales = kFramed && kTiles == kChunkTiles && frames == Frames::kHalves;
+    uint32_t factors[2] = {};
+    if (scales)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) factors[i] = OwnFactors(i, 0, kChunkTiles - 1);
     const auto load = [&](int offset, Left(&left)[kTiles][kTerms]) {
       LoadTransposedPanel<L>(OwnPanel(offset), warp, first_tile, left);
       if (!scales) return;
 #pragma unroll
       for (int i = 0; i < kHalfTiles; ++i)
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const uint32_t factors = OwnFactors(j % 2, 0, kChunkTiles - 1);
+        for (int j = 0; j < 4; ++j)
 #pragma unroll
           for (int term = 0; term < kTerms; ++term) {
             uint32_t& x = left[frame / kHalfTiles * kHalfTiles + i][term][j];
-            x = MultiplyTwice(x, factors);
+            x = MultiplyTwice(x, factors[j % 2]);
           }
-        }
     };
     Left left[kTiles][kTerms], next_left[kTiles][kTerms];
     load(triangles.left, left);
@@ -1568,13 +1570,13 @@ class ChunkGradients {
     if (scales)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float factor = Bf16::Low(OwnFactors(i, 0, kChunkTiles - 1));
+        // 0 only where what is left of a state is below 2^-124 of it.
+        const float root = Bf16::Low(factors[i]), factor = root * root;
         for (HalfAccumulator& sum : pair)
 #pragma unroll
           for (int fragment = 0; fragment < kHalfFragments; ++fragment)
 #pragma unroll
-            for (int e = 2 * i; e < 2 * i + 2; ++e)
-              sum[fragment][e] = sum[fragment][e] * factor * factor;
+            for (int e = 2 * i; e < 2 * i + 2; ++e) sum[fragment][e] *= factor;
       }
     meanwhile();
     // A left operand is loaded while the products before it run. Of floats both come first, and so do the
