@@ -148,7 +148,7 @@ struct GradientLayout {
   static constexpr int kDz = kU + kTokenBytes;   // w, of halves LastFrameRows, dZ, da
   static constexpr int kSp = kDz + kTokenBytes;  // Sp
   static constexpr int kDs = kSp + kStateBytes;  // dS or dSh
-  // Key factors or, of tiles, StateFactors, then Aab, M, dv of the first panel, dAab.
+  // Key factors, Aab, M, dv of the first panel, dAab.
   static constexpr int kM = kDs + kStateBytes;
   static constexpr int kAak = kM + kPanelBytes;    // Aak, dv of the second panel, dAak
   static constexpr int kQrb = kAak + kPanelBytes;  // Qrb, dQrb
@@ -548,6 +548,7 @@ template <int kTerms>
 struct HalfDecays {
   HalfAccumulator writes = {};  // c - G
   float sums[2][kHalfTiles];    // of the log decays, of both rows of an accumulator and each tile
+  float centres[2];             // c of both rows where the half is a frame
   bool in_range = true, in_halves = true, in_chunk = true;  // as far as this thread knows
   // In the order of LoadTransposed; floats are two in place of a pair.
   std::conditional_t<kTerms == 1, uint32_t[4], float[4][2]> raw_w[kHalfTiles];
@@ -750,12 +751,8 @@ class ChunkGradients {
       }
       decays.in_halves = decays.in_halves && fabsf(sum) <= kMaxFrameLog2;
       decays.in_chunk = decays.in_chunk && slow;
-      const auto store_factor = [&](Frames of) {
-        const float c = Centre(of, frame, half);
-        StateFactors(of)[half * N + channel] = Exp2(half == 0 ? c + sum : sum - c);
-        if (of == Frames::kHalves) StoreCentre(half * (kChunkTiles - 1), i, c);
-      };
-      if (Lane() % 4 == 0) store_factor(Frames::kHalves), store_factor(Frames::kTiles);
+      decays.centres[i] = StoreStateFactor(Frames::kHalves, frame, i);
+      StoreCentre(half * (kChunkTiles - 1), i, decays.centres[i]);
     }
   }
 
@@ -769,8 +766,11 @@ class ChunkGradients {
     frames = all(decays.in_range && decays.in_chunk)    ? Frames::kChunk
              : all(decays.in_range && decays.in_halves) ? Frames::kHalves
                                                         : Frames::kTiles;
+    if (frames != Frames::kTiles) return false;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) StoreStateFactor(Frames::kTiles, decays.sums[i], i);
     // Without a list no chunk is steep: floats with a bound have this kernel too.
-    if (frames != Frames::kTiles || all(decays.in_range) || steep == nullptr) return false;
+    if (all(decays.in_range) || steep == nullptr) return false;
     if (threadIdx.x == 0) AddChunk(steep);
     WaitForCopies<0>();
     return true;
@@ -783,12 +783,15 @@ class ChunkGradients {
 #pragma unroll
       for (int f = 0; f < kHalfTiles; ++f) {
         const float (&sums)[kHalfTiles] = decays.sums[i];
-        const float c = Centre(frames, sums, f);
+        float c = decays.centres[i];
+        if (frames == Frames::kTiles) {
+          c = Centre(Frames::kTiles, sums, f);
+          StoreCentre(FirstTile() + f, i, c);
+        }
         const float last =
             half == 0 ? (f == 0 ? -sums[1] : 0.0f) : sums[0] + (f == 0 ? 0.0f : sums[1]);
 #pragma unroll
         for (int j = 0; j < 4; ++j) decays.writes[2 * f + j / 2][2 * i + j % 2] += c - last;
-        if (frames == Frames::kTiles && Lane() % 4 == 0) StoreCentre(FirstTile() + f, i, c);
       }
   }
 
@@ -876,7 +879,6 @@ class ChunkGradients {
     if constexpr (!kAmple) {
       const int i = threadIdx.x;
       if (!kFramed && i < N) Sums()[i] = StartFactor(i);
-      if (frames == Frames::kTiles && i < 2 * N) Sums()[i] = StateFactors(Frames::kTiles)[i];
       return;
     }
     const int col = threadIdx.x % kRowPieces * 8;
@@ -911,8 +913,7 @@ class ChunkGradients {
       }
     };
     scale(L::kSp, state.s0, [&](int c) { return StartFactor(c); });
-    if constexpr (kFramed)
-      scale(L::kDs, state.ds, [&](int c) { return StateFactors(frames)[N + c]; });
+    if constexpr (kFramed) scale(L::kDs, state.ds, [&](int c) { return Sums()[N + c]; });
   }
 
   // M, Aak, Qrb and Qrk, shared out among the warpgroups. The warpgroup that inverts a product has
@@ -1266,13 +1267,17 @@ class ChunkGradients {
     return kFilled ? at : at * size;
   }
   __device__ float* Sums() const { return reinterpret_cast<float*>(memory + L::kSums); }
-  // With kFramed: [2, N], the factors of S0 and of dS if such are the frames. Those of tiles lie where M will.
-  __device__ float* StateFactors(Frames of) const {
-    return of == Frames::kTiles ? reinterpret_cast<float*>(memory + L::kM) : Sums();
-  }
   // The factor of S0 in a column.
   __device__ float StartFactor(int column) const {
-    return kFramed ? StateFactors(frames)[column] : Exp2(Sums()[column] + Sums()[N + column]);
+    return kFramed ? Sums()[column] : Exp2(Sums()[column] + Sums()[N + column]);
+  }
+  // With kFramed: stores the factor of S0 or, in the later half, of dS for a channel, if such are the frames, and
+  // returns c of the frame that has it.
+  __device__ float StoreStateFactor(Frames of, const float (&sums)[kHalfTiles], int lower) const {
+    const float c = Centre(of, sums, half), sum = sums[0] + sums[1];
+    if (Lane() % 4 == 0)
+      Sums()[half * N + Channel() + 8 * lower] = Exp2(half == 0 ? c + sum : sum - c);
+    return c;
   }
   // Whether a channel decays so little in this half, by the sums of its tiles, that its c is 0.
   static __device__ bool IsSlow(const float (&sums)[kHalfTiles]) {
@@ -1292,8 +1297,9 @@ class ChunkGradients {
   // With kFramed: [tiles, N] of c / 2 + kCentre; of halves only the first and the last row.
   __device__ uint16_t* Centres() const { return reinterpret_cast<uint16_t*>(Sums() + 2 * N); }
   __device__ void StoreCentre(int row, int lower, float c) const {
-    Centres()[row * N + Channel() + 8 * lower] =
-        static_cast<uint16_t>(static_cast<int>(0.5f * c) + kCentre);
+    if (Lane() % 4 == 0)
+      Centres()[row * N + Channel() + 8 * lower] =
+          static_cast<uint16_t>(static_cast<int>(0.5f * c) + kCentre);
   }
   // Half of how far c falls between two frames, of a channel and of the one after it, which a word has.
   __device__ uint32_t Fall(int frame, int other, int channel) const {
@@ -1305,9 +1311,10 @@ class ChunkGradients {
   // The factor, twice in a word, of the channel of elements 0 and 1 of a fragment, or of that of elements 2 and 3 if
   // `lower` is 1.
   __device__ uint32_t OwnFactors(int lower, int frame, int other) const {
-    const int channel = Channel() + 8 * lower;
-    const uint32_t two = Fall(frame, other, channel - channel % 2);
-    return PowersOfTwo((two >> 16 * (channel % 2) & 0xffffu) * 0x00010001u);
+    const uint16_t* const centres = Centres() + Channel() + 8 * lower;
+    const int fall =
+        centres[(frame < other ? frame : other) * N] - centres[(frame < other ? other : frame) * N];
+    return (fall < 127 ? 127 - fall : 0) * 0x00800080u;
   }
   // The sums of dS * S_L of a half, and of the reads of the second half, for all channels. With kFramed they have
   // the place of some db of the half that have been written.
