@@ -919,27 +919,30 @@ class ChunkGradients {
   // M, Aak, Qrb and Qrk, shared out among the warpgroups. The warpgroup that inverts a product has
   // no other product.
   __device__ __forceinline__ void TokenProducts() const {
-    const auto product = [&](int to, int left, int right, bool diagonal) {
+    const auto product = [&](int i) {
+      const int to = L::kM + i * L::kPanelBytes;
+      const int left = i < 2 ? L::kAt : L::kRt, right = i % 2 == 0 ? L::kBh : L::kKh;
       Accumulator<8> sum;
       ChannelProduct<false>(sum, AllChannels(left), AllChannels(right), warp,
                             AllChannels(FirstFrame(left)), AllChannels(right));
       Finish(sum);
       if (kFramed && frames == Frames::kHalves && to >= L::kFirstRt)
         WaitForHalf();  // until Rt in the first frame has been read
-      StoreLower<L>(warp, At(to), diagonal, LoadMarks(), sum);
+      StoreLower<L>(warp, At(to), i >= 2, LoadMarks(), sum);
     };
-    if (group == 0) {
-      product(L::kM, L::kAt, L::kBh, false);
-      __syncwarp();
-      InvertPanel<L>(warp, B::kWarpgroup + group, At(L::kM));
-    } else {
+    if (group > 0) {
       // compute-sanitizer's racecheck orders accesses by the number of barriers that a warp has
       // passed.
       for (int i = 0; i < kInvertBarriers; ++i) WaitForWarpgroup();
     }
-    if (group == (L::kPanels == 1 ? 1 : 2)) product(L::kAak, L::kAt, L::kKh, false);
-    if (group == 1) product(L::kQrb, L::kRt, L::kBh, true);
-    if (group == L::kGroups - 1) product(L::kQrk, L::kRt, L::kKh, true);
+    // One copy of a product that has all frames: caches of instructions are small.
+#pragma unroll(kFramed ? 1 : 4)
+    for (int i = 0; i < 4; ++i)
+      if (group == (i == 0 ? 0 : i == 1 ? L::kPanels : i == 2 ? 1 : L::kGroups - 1)) product(i);
+    if (group == 0) {
+      __syncwarp();
+      InvertPanel<L>(warp, B::kWarpgroup + group, At(L::kM));
+    }
   }
 
   // Z^T and U^T of the channels of this panel; half 0. U is left in shared memory.
