@@ -47,18 +47,21 @@ cudaError_t ForMarks(const Marks& marks, Fn&& fn) {
   return fn(std::true_type());
 }
 
-// Whether each GPU that this code runs on offers a block 227 KiB of shared memory. PTX for 9.0 may run on a GPU with
-// less; code for 9.0a has none. Tests run the kernels of all GPUs on one.
-#if !defined(RWKV_JAX_EMULATION) &&        \
-    (defined(__CUDA_ARCH_FEAT_SM90_ALL) || \
-     (defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200))
+// Whether the GPUs that this code is compiled for offer a block 227 KiB of shared memory.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
 constexpr bool kAmpleSharedMemory = true;
 #else
 constexpr bool kAmpleSharedMemory = false;
 #endif
+// Whether no GPU with less can run it: PTX runs on later GPUs, code for 9.0a on no other ones.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && !defined(RWKV_JAX_EMULATION)
+constexpr bool kNeverLessMemory = true;
+#else
+constexpr bool kNeverLessMemory = false;
+#endif
 
 // Calls fn(bool_constant<whether a block may have `kWanted` bytes of shared memory>()). The kernel for
-// devices that have less is built only if there are such devices, and may be empty in code with kAmpleSharedMemory.
+// devices that have less is built only if there are such devices, and may be empty in code with kNeverLessMemory.
 template <int64_t kWanted, typename Fn>
 cudaError_t ForSharedMemory(const Device& device, Fn&& fn) {
   if constexpr (kWanted > kLeastSharedMemory)

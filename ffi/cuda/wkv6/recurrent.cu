@@ -240,7 +240,7 @@ struct BackwardShared {
 
 // One channel of one group of tokens on its way from global to shared memory. "Writes" are what a
 // token does to the state: w, k and v.
-template <typename T, int N, bool kMarked>
+template <typename T, int N>
 struct BackwardTokens {
   static constexpr int L = kGroupTokens;
   using Own = Channel<T, N, L, BackwardPartition<N>::kThreads>;
@@ -249,10 +249,10 @@ struct BackwardTokens {
   const Wkv6BackwardCall& call;
   const Head<N>& head;
   T w[L], r[L], k[L], v[L], dy[L];
-  TileMarks<kMarked> marks;  // of the stage
+  TileMarks<true> marks;  // of the stage
 
   __device__ void FetchWrites(int64_t first) {
-    marks = LoadMarks<kMarked>(call.marks, head.sequence, first);
+    marks = LoadMarks<true>(call.marks, head.sequence, first);
     own.FetchDecay(first, w);
     own.Fetch(call.k, first, k);
     own.Fetch(call.v, first, v);
@@ -445,7 +445,7 @@ __device__ void WriteChannelGradients(const Own& own, const Wkv6BackwardCall& ca
 // from the saved state, which leaves the state before each stage in scratch; then the stages run
 // from the last to the first. Only what depends on S before a group or on dS after it is summed
 // over rows (ReadStates); each channel finds its gradients from that alone.
-template <typename T, int N, bool kMarked>
+template <typename T, int N>
 __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 128 ? 1 : 3) void BackwardKernel(
     const __grid_constant__ Wkv6BackwardCall call, bool both_fit, ReplayLot lot) {
   using G = BackwardPartition<N>;
@@ -484,7 +484,7 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 128 ? 1 : 3) v
       else
         StatesOf(call).Load(partition, head.SavedState(chunk), s);
     };
-    BackwardTokens<T, N, kMarked> coming{own, call, head};
+    BackwardTokens<T, N> coming{own, call, head};
     const auto first_of = [&](int i) { return start + i * kStageTokens; };
     const auto own_group = [&](int i) -> BackwardGroup<N>& { return part_of(i).groups[own.group]; };
     // Before the next stage or group comes: all threads are done with the one whose memory it takes.
@@ -500,7 +500,7 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 128 ? 1 : 3) v
       __syncthreads();
       for (int i = 0; i + 1 < stages; ++i) {
         const bool more = i + 2 < stages;
-        const TileMarks<kMarked> marks = coming.marks;
+        const TileMarks<true> marks = coming.marks;
         if (more) coming.FetchWrites(first_of(i + 1));
         WithMarks<kStageTokens>(marks, [&](auto marks) {
 #pragma unroll 1
@@ -518,7 +518,7 @@ __global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 128 ? 1 : 3) v
     coming.Put(first_of(stages - 1), own_group(stages - 1));
     __syncthreads();
     for (int i = stages - 1; i >= 0; --i) {
-      const TileMarks<kMarked> marks = coming.marks;
+      const TileMarks<true> marks = coming.marks;
       if (i > 0) coming.Fetch(first_of(i - 1));
       const auto& groups = part_of(i).groups;
       const auto write = [&](const auto& part) {
@@ -591,19 +591,17 @@ cudaError_t Wkv6Backward(cudaStream_t stream, const Wkv6BackwardCall& call, cons
   return ForFloatOrHalf(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
     using T = decltype(zero);
     constexpr int N = size();
-    return ForMarks<kApart<T>>(call.marks, [&](auto marked) {
-      return ForHeads(heads, scratch, [&](const ReplayLot& lot, int64_t count) {
-        if (scratch.splits > 1 && call.dims.tokens > 0) {
-          const cudaError_t error =
-              Launch(SplitKernel<T, N>, count, ForwardPartition<N>::kThreads, 0, stream, call, lot);
-          if (error != cudaSuccess) return error;
-        }
-        using Shared = BackwardShared<BackwardPartition<N>>;
-        const bool both = static_cast<int64_t>(sizeof(Shared)) <= device.shared_memory;
-        return Launch(
-            BackwardKernel<T, N, marked()>, count * scratch.splits, BackwardPartition<N>::kThreads,
-            sizeof(Shared) - (both ? 0 : sizeof(typename Shared::Part)), stream, call, both, lot);
-      });
+    return ForHeads(heads, scratch, [&](const ReplayLot& lot, int64_t count) {
+      if (scratch.splits > 1 && call.dims.tokens > 0) {
+        const cudaError_t error =
+            Launch(SplitKernel<T, N>, count, ForwardPartition<N>::kThreads, 0, stream, call, lot);
+        if (error != cudaSuccess) return error;
+      }
+      using Shared = BackwardShared<BackwardPartition<N>>;
+      const bool both = static_cast<int64_t>(sizeof(Shared)) <= device.shared_memory;
+      return Launch(BackwardKernel<T, N>, count * scratch.splits, BackwardPartition<N>::kThreads,
+                    sizeof(Shared) - (both ? 0 : sizeof(typename Shared::Part)), stream, call, both,
+                    lot);
     });
   });
 }

@@ -207,13 +207,13 @@ __device__ void Product(int warp, Accumulator<8>& sum, const LeftOperand& left,
   CommitProducts();
 }
 
-// The same product with the left operand in registers and k over the tokens of the chunk.
-template <typename L, bool kAdd, typename Right>
-__device__ void Product(Accumulator<8>& sum, const Left (&left)[kChunkTiles][L::kTerms],
+// The same product with the left operand in registers.
+template <typename L, bool kAdd, int kTiles, typename Right>
+__device__ void Product(Accumulator<8>& sum, const Left (&left)[kTiles][L::kTerms],
                         const Right& right) {
   BeginProducts();
 #pragma unroll
-  for (int tile = 0; tile < kChunkTiles; ++tile)
+  for (int tile = 0; tile < kTiles; ++tile)
     ForProducts<L::kTerms, true>([&](int i, int j) {
       MultiplyOrAdd(kAdd || tile + i + j > 0, sum, left[tile][i],
                     right.Tile(tile).Behind(j * L::kTermBytes));
@@ -1609,8 +1609,17 @@ class ChunkGradients {
                                                  const Along& right, int frame,
                                                  const LeftOperand& first_left,
                                                  const Along& first_right) const {
+    constexpr bool kSaved = std::is_same_v<LeftOperand, SavedRows>;
+    Left saved[kTiles][kTerms];
+    if constexpr (kSaved)
+      if (!kFramed || frames != Frames::kTiles)
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile) left.Tile(tile).LoadLeft(warp, saved[tile][0]);
     if (!kFramed || frames == Frames::kChunk || (kLater && frames == Frames::kHalves)) {
-      Product<L, false, kTiles>(warp, sum, left, right);
+      if constexpr (kSaved)
+        Product<L, false>(sum, saved, right);
+      else
+        Product<L, false, kTiles>(warp, sum, left, right);
       if constexpr (kFramed)
         Finish(sum);  // else ptxas serialises products, for the other way is none
       return;
@@ -1622,8 +1631,12 @@ class ChunkGradients {
       for (int tile = 0; tile < kTiles; ++tile)
         ForProducts<kTerms, true>([&](int i, int j) {
           const auto multiply = [&](HalfAccumulator& to, const LeftOperand& a, const Along& b) {
-            MultiplyOrAdd(tile + i + j > 0, to, warp, a.Tile(tile).Behind(i * L::kTermBytes),
-                          b.Tile(tile).Behind(j * L::kTermBytes));
+            const auto columns = b.Tile(tile).Behind(j * L::kTermBytes);
+            if constexpr (kSaved)
+              MultiplyOrAdd(tile + i + j > 0, to, saved[tile][i], columns);
+            else
+              MultiplyOrAdd(tile + i + j > 0, to, warp, a.Tile(tile).Behind(i * L::kTermBytes),
+                            columns);
           };
           multiply(sums[0], first_left, first_right);
           multiply(sums[1], left, RowsOf(1, right));
@@ -1829,7 +1842,7 @@ __global__ __launch_bounds__(4 * N,
                              (kBlocks<T, N>)) void GradientKernel(const __grid_constant__ Call call,
                                                                   const uint4* state_gradients,
                                                                   uint32_t* steep) {
-  if constexpr (kAmple || !kAmpleSharedMemory)
+  if constexpr (kAmple || !kNeverLessMemory)
     RunPhases<ChunkGradients<T, N, kMarked, kFramed, kAmple, Call>>(call, state_gradients, steep);
   else
     __trap();

@@ -32,8 +32,8 @@ cudaError_t RunReverseTransition(cudaStream_t stream, const Wkv7BackwardCall& ca
 constexpr int64_t kReplayTokens = 4;
 
 // The floats of scratch that the backward pass needs for one split of one head: the gradient of the
-// state at its end, the states inside one chunk, and S_{t-1} a_t for each token of the chunk. Of large
-// heads, in which two states inside a quad may take the place of that gradient, it is one state more.
+// state at its end, the states inside one chunk, and S_{t-1} a_t for each token of the chunk. For large
+// heads it is one state more, since two states inside a quad may be kept where that gradient was.
 __host__ __device__ constexpr int64_t ScratchSize(int64_t head_size) {
   const int64_t states = kChunk / kReplayTokens + (head_size > 64 ? 1 : 0);
   return states * head_size * head_size + kChunk * head_size;

@@ -63,7 +63,7 @@
 #include <utility>
 
 #include "kernel_choice.cuh"
-#include "launch_chain.cuh"
+#include "launch.cuh"
 #include "wkv7/kernels.h"
 #include "wkv7/inverse.cuh"
 #include "wkv7/keys.cuh"
@@ -1070,20 +1070,16 @@ template <typename T, int N, bool kReverse, bool kOutput, Work kWork, bool kMark
 __global__ __launch_bounds__(
     ScanLayout<T, N, kOutput, kWork, kKind, kAmple>::kThreads,
     ScanLayout<T, N, kOutput, kWork, kKind,
-               kAmple>::kBlocks) void ScanKernel(ChainPlace place,
-                                                 const __grid_constant__ Scan scan) {
-  if constexpr (kAmpleSharedMemory && !kAmple) {
+               kAmple>::kBlocks) void ScanKernel(const __grid_constant__ Scan scan) {
+  if constexpr (kNeverLessMemory && !kAmple) {
     __trap();  // ForSharedMemory chooses the other one
   } else {
     using Block = ScanBlock<T, N, kReverse, kOutput, kWork, kMarked, kKind, kAmple>;
     RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
-    const EarlierKernels kernels(place);
-    if constexpr (kWork == Work::kTransition) kernels.LetNextStart();
     Block block(scan, memory);
-    if (!block.Find()) return kernels.Await();
+    if (!block.Find()) return;
     typename Block::Scaling scaling;
     block.Prologue(scaling);
-    kernels.Await();
     if constexpr (kWork != Work::kSpecialized)
       block.template MainLoop<true, true>(scaling);
     else if (block.OnState())
@@ -1110,12 +1106,8 @@ constexpr int64_t kCombineBytes = (kCombineAhead<N> + 1) * kTransitionPart<N> * 
 // A thread multiplies four rows by four columns, for a slice of the sum. Then it adds up the slices of some
 // rows of one column.
 template <int N, bool kReverse>
-__global__ __launch_bounds__(kCombineThreads) void CombineKernel(ChainPlace place, Splits splits,
-                                                                 Sequences sequences,
+__global__ __launch_bounds__(kCombineThreads) void CombineKernel(Splits splits, Sequences sequences,
                                                                  int64_t tokens, int64_t heads) {
-  const EarlierKernels kernels(place);
-  kernels.LetNextStart();
-  kernels.Await();
   constexpr int kAhead = kCombineAhead<N>, kEach = 4;
   constexpr int kTiles = kCombineRows / kEach * N / kEach, kSlices = kCombineThreads / kTiles;
   constexpr int kOwnRows = kCombineRows * N / kCombineThreads;
@@ -1193,11 +1185,11 @@ __global__ __launch_bounds__(kCombineThreads) void CombineKernel(ChainPlace plac
 
 template <typename T, int N, bool kReverse, bool kOutput, Work kWork, Kind kKind,
           bool kAmple = true>
-cudaError_t LaunchScan(LaunchChain& chain, const Scan& scan, const Grid& blocks) {
+cudaError_t LaunchScan(cudaStream_t stream, const Scan& scan, const Grid& blocks) {
   using L = ScanLayout<T, N, kOutput, kWork, kKind, kAmple>;
   const auto launch = [&](auto marked) {
-    return chain.Launch(ScanKernel<T, N, kReverse, kOutput, kWork, marked(), kKind, kAmple>, blocks,
-                        L::kThreads, L::kBytes, scan);
+    return Launch(ScanKernel<T, N, kReverse, kOutput, kWork, marked(), kKind, kAmple>, blocks,
+                  L::kThreads, L::kBytes, stream, scan);
   };
   // Far tiles are like tiles that clear the state: one kernel does both.
   if constexpr (kKind == Kind::kUnbounded)
@@ -1214,21 +1206,19 @@ cudaError_t ForKind(const Scan& scan, Fn&& fn) {
 }
 
 // The scan of all tokens, in splits if there are several: first what each does to a state, then,
-// from the state at the start of each, all of them at once. The next kernel may start as soon as all blocks of the
-// one before it have a place on a multiprocessor. The scan then fills its pipeline while transitions are combined.
+// from the state at the start of each, all of them at once.
 template <typename T, int N, bool kReverse, Kind kKind>
 cudaError_t RunScan(cudaStream_t stream, const Scan& scan, const Device& device) {
   constexpr bool kOutput = !kReverse;
   const Splits& splits = scan.splits;
   const int64_t batch = scan.dims.batch, heads = scan.dims.heads;
-  LaunchChain chain(stream);
   if (splits.count > 1) {
     cudaError_t error = LaunchScan<T, N, kReverse, false, Work::kTransition, kKind>(
-        chain, scan, splits.TransitionBlocks(batch, heads));
+        stream, scan, splits.TransitionBlocks(batch, heads));
     const Grid blocks(splits.HeadsWithTransitions(batch, heads), N / kCombineRows);
     if (error == cudaSuccess)
-      error = chain.Launch(CombineKernel<N, kReverse>, blocks, kCombineThreads, kCombineBytes<N>,
-                           splits, scan.sequences, scan.dims.tokens, heads);
+      error = Launch(CombineKernel<N, kReverse>, blocks, kCombineThreads, kCombineBytes<N>, stream,
+                     splits, scan.sequences, scan.dims.tokens, heads);
     if (error != cudaSuccess) return error;
   }
   const Grid blocks = splits.Blocks(batch, heads);
@@ -1236,12 +1226,12 @@ cudaError_t RunScan(cudaStream_t stream, const Scan& scan, const Device& device)
   // more, that more of them hide each other's latency.
   if constexpr (N == kPanelCols)
     if (blocks.x * blocks.y > 2 * device.multiprocessors)
-      return LaunchScan<T, N, kReverse, kOutput, Work::kTogether, kKind>(chain, scan, blocks);
+      return LaunchScan<T, N, kReverse, kOutput, Work::kTogether, kKind>(stream, scan, blocks);
   constexpr int kWanted = ScanLayout<T, N, kOutput, Work::kSpecialized, kKind>::kBytes;
   return ForSharedMemory<kWanted>(device, [&](auto ample) {
     static_assert(ample() || ScanLayout<T, N, kOutput, Work::kSpecialized, kKind, false>::kBytes <=
                                  kLeastSharedMemory);
-    return LaunchScan<T, N, kReverse, kOutput, Work::kSpecialized, kKind, ample()>(chain, scan,
+    return LaunchScan<T, N, kReverse, kOutput, Work::kSpecialized, kKind, ample()>(stream, scan,
                                                                                    blocks);
   });
 }
@@ -1328,10 +1318,9 @@ cudaError_t Wkv7ReverseScan(cudaStream_t stream, const Wkv7KeyedBackwardCall& ca
 cudaError_t RunTransition(cudaStream_t stream, const Wkv7TransitionCall& call) {
   return ForHalfTypes<64, 128>(call.dtype, MatrixHeadSize(call.dims), [&](auto zero, auto size) {
     const Scan scan{call, nullptr, call.added, nullptr, nullptr, kOneSplit, call.factor};
-    LaunchChain chain(stream);
     return ForKind(scan, [&](auto kind) {
       return LaunchScan<decltype(zero), size(), false, false, Work::kTransition, kind()>(
-          chain, scan, kOneSplit.Blocks(call.dims.batch, call.dims.heads));
+          stream, scan, kOneSplit.Blocks(call.dims.batch, call.dims.heads));
     });
   });
 }
@@ -1339,10 +1328,9 @@ cudaError_t RunTransition(cudaStream_t stream, const Wkv7TransitionCall& call) {
 cudaError_t RunReverseTransition(cudaStream_t stream, const Wkv7BackwardCall& call) {
   return ForHalfTypes<64, 128>(call.dtype, MatrixHeadSize(call.dims), [&](auto zero, auto size) {
     const Scan scan = ReverseScan(call, kOneSplit);
-    LaunchChain chain(stream);
     return ForKind(scan, [&](auto kind) {
       return LaunchScan<decltype(zero), size(), true, false, Work::kTransition, kind()>(
-          chain, scan, kOneSplit.Blocks(call.dims.batch, call.dims.heads));
+          stream, scan, kOneSplit.Blocks(call.dims.batch, call.dims.heads));
     });
   });
 }
