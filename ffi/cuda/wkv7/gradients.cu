@@ -778,25 +778,30 @@ class ChunkGradients {
 
   // With kFramed: c of the frames of this half, in `decays` and, of tiles, in Centres.
   __device__ __forceinline__ void SetCentres(Decays& decays) const {
+    const auto set = [&](auto centre) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
+      for (int i = 0; i < 2; ++i)
 #pragma unroll
-      for (int f = 0; f < kHalfTiles; ++f) {
-        const float (&sums)[kHalfTiles] = decays.sums[i];
-        float c = decays.centres[i];
-        if (frames == Frames::kTiles) {
-          c = Centre(Frames::kTiles, sums, f);
-          StoreCentre(FirstTile() + f, i, c);
+        for (int f = 0; f < kHalfTiles; ++f) {
+          const float (&sums)[kHalfTiles] = decays.sums[i];
+          const float last =
+              half == 0 ? (f == 0 ? -sums[1] : 0.0f) : sums[0] + (f == 0 ? 0.0f : sums[1]);
+          const float shift = centre(i, f) - last;
+#pragma unroll
+          for (int j = 0; j < 4; ++j) decays.writes[2 * f + j / 2][2 * i + j % 2] += shift;
         }
-        const float last =
-            half == 0 ? (f == 0 ? -sums[1] : 0.0f) : sums[0] + (f == 0 ? 0.0f : sums[1]);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) decays.writes[2 * f + j / 2][2 * i + j % 2] += c - last;
-      }
+    };
+    if (frames != Frames::kTiles)
+      set([&](int i, int) { return decays.centres[i]; });
+    else
+      set([&](int i, int f) {
+        const float c = Centre(Frames::kTiles, decays.sums[i], f);
+        StoreCentre(FirstTile() + f, i, c);
+        return c;
+      });
   }
 
-  // At, Rt, Bh and Kh of this half, in place; of float16 also V and dY, as bfloat16, and of floats as terms. Of
-  // halves also what products across frames take: At and Rt in the first frame, and LastFrameRows.
+  // At, Rt, Bh and Kh of this half, in place; of float16 also V and dY, as bfloat16, and of floats as terms.
   __device__ __forceinline__ void ScaleOperands(Decays& decays) const {
     HalfAccumulator& writes = decays.writes;
     if constexpr (kFramed) SetCentres(decays);
@@ -805,11 +810,6 @@ class ChunkGradients {
       ForEachElement<kHalfFragments>(
           [&](int fragment, int e) { writes[fragment][e] += later_half[e / 2]; });
     }
-    const bool halves = kFramed && frames == Frames::kHalves;
-    uint32_t factors[2] = {};
-    if (halves)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) factors[i] = OwnFactors(i, 0, kChunkTiles - 1);
     const Ones itself(false, true, false);
 #pragma unroll
     for (int tile = 0; tile < kHalfTiles; ++tile) {
@@ -817,17 +817,6 @@ class ChunkGradients {
       const auto store_scaled = [&](int offset, Left(&x)[kTerms]) {
         if constexpr (!kFloat) Scale<T>(e, x[0]);
         OwnChannels(offset).Store(FirstTile() + tile, x);
-        const bool reads = offset == L::kAt || offset == L::kRt;
-        if (!halves || (!reads && (half == 1 || (offset != L::kBh && offset != L::kKh)))) return;
-        if (half == 1 || !reads)
-#pragma unroll
-          for (int term = 0; term < kTerms; ++term)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) x[term][i] = MultiplyTwice(x[term][i], factors[i % 2]);
-        if (reads)
-          OwnChannels(FirstFrame(offset)).Store(FirstTile() + tile, x);
-        else
-          Channels{LastFrameRows(offset, panel).panel, warp}.Store(tile, x);
       };
       const auto scale = [&](int offset) {
         Left x[kTerms];
@@ -872,6 +861,43 @@ class ChunkGradients {
         scale(L::kDy);
       }
     }
+    if (kFramed && frames == Frames::kHalves) BringToOtherFrame();
+  }
+
+  // Of halves, from the operands of this half: At and Rt in the first frame, and LastFrameRows.
+  __device__ __forceinline__ void BringToOtherFrame() const {
+    uint32_t factors[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) factors[i] = OwnFactors(i, 0, kChunkTiles - 1);
+    __syncwarp();
+    const auto bring = [&](auto half) {
+      constexpr bool kFirst = decltype(half)::value == 0;
+      constexpr int kOffsets[4] = {L::kAt, L::kRt, L::kBh, L::kKh}, kCount = kFirst ? 4 : 2;
+      Left x[kCount][kHalfTiles][kTerms];
+#pragma unroll
+      for (int i = 0; i < kCount * kHalfTiles; ++i)
+        OwnChannels(kOffsets[i / kHalfTiles])
+            .Load(FirstTile() + i % kHalfTiles, x[i / kHalfTiles][i % kHalfTiles]);
+#pragma unroll
+      for (int i = 0; i < kCount * kHalfTiles; ++i) {
+        const int operand = i / kHalfTiles, offset = kOffsets[operand], tile = i % kHalfTiles;
+        Left(&of_tile)[kTerms] = x[operand][tile];
+        if (!kFirst || operand >= 2)
+#pragma unroll
+          for (int term = 0; term < kTerms; ++term)
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+              of_tile[term][j] = MultiplyTwice(of_tile[term][j], factors[j % 2]);
+        if (operand < 2)
+          OwnChannels(FirstFrame(offset)).Store(FirstTile() + tile, of_tile);
+        else
+          Channels{LastFrameRows(offset, panel).panel, warp}.Store(tile, of_tile);
+      }
+    };
+    if (half == 0)
+      bring(std::integral_constant<int, 0>());
+    else
+      bring(std::integral_constant<int, 1>());
   }
 
   // Sp and, with kFramed, dSh from the pieces in registers; or their factors where SavedState needs them.
