@@ -44,6 +44,8 @@
 // A term that joins operands of two frames has the factor 2^(c of the later - c of the earlier) besides, where Sp
 // belongs to the first frame and dSh to the last. It is a power of two, so that multiplying by it rounds nothing.
 // The left operand of a product is multiplied by it in registers, or the sum where all its terms have the same.
+// Of halves, products over channels take what they need of the other frame from shared memory: ScaleOperands leaves
+// it where U, dZ, Qrb and Qrk will be stored, and a barrier of the half is before each of these stores.
 //
 // A log decay scales what later tokens read and does not scale what later tokens write, so its
 // gradient is a sum over the tokens from its own on,
