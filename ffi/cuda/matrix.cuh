@@ -361,6 +361,16 @@ __device__ void WarpgroupMultiply(Accumulator<8>& c, const Left& a, uint64_t b) 
 }
 
 template <bool kAdd, bool kLeftDown, bool kRightDown>
+__device__ void WarpgroupMultiply(Accumulator<4>& c, uint64_t a, uint64_t b) {
+  asm volatile(
+      "{.reg .pred add; setp.ne.b32 add, %18, 0; "
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, "
+      "%8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, add, 1, 1, %19, %20;}"
+      : RWKV_JAX_SUM(0), RWKV_JAX_SUM(1), RWKV_JAX_SUM(2), RWKV_JAX_SUM(3)
+      : "l"(a), "l"(b), "n"(int{kAdd}), "n"(int{kLeftDown}), "n"(int{kRightDown}));
+}
+
+template <bool kAdd, bool kLeftDown, bool kRightDown>
 __device__ void WarpgroupMultiply(Accumulator<8>& c, uint64_t a, uint64_t b) {
   asm volatile(
       "{.reg .pred add; setp.ne.b32 add, %34, 0; "

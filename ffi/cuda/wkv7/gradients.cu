@@ -44,6 +44,8 @@
 // A term that joins operands of two frames has the factor 2^(c of the later - c of the earlier) besides, where Sp
 // belongs to the first frame and dSh to the last. It is a power of two, so that multiplying by it rounds nothing.
 // The left operand of a product is multiplied by it in registers, or the sum where all its terms have the same.
+// Of halves, products over channels take what they need of the other frame from shared memory: ScaleOperands leaves
+// it where U, dZ, Qrb and Qrk will be stored, and a barrier of the half is before each of these stores.
 //
 // A log decay scales what later tokens read and does not scale what later tokens write, so its
 // gradient is a sum over the tokens from its own on,
@@ -144,16 +146,18 @@ struct GradientLayout {
   static constexpr int kKh = kBh + kTokenBytes;  // k, projected in a keyed call, Kh
   static constexpr int kV = kKh + kTokenBytes;   // v, dk
   static constexpr int kDy = kV + kTokenBytes;   // dy, dr
-  static constexpr int kU = kDy + kTokenBytes;   // U, db
-  static constexpr int kDz = kU + kTokenBytes;   // w, dZ, da
+  static constexpr int kU = kDy + kTokenBytes;   // of halves At in the first frame, U, db
+  static constexpr int kDz = kU + kTokenBytes;   // w, of halves LastFrameRows, dZ, da
   static constexpr int kSp = kDz + kTokenBytes;  // Sp
   static constexpr int kDs = kSp + kStateBytes;  // dS or dSh
-  // Key factors or, of tiles, StateFactors, then Aab, M, dv of the first panel, dAab.
+  // Key factors, Aab, M, dv of the first panel, dAab.
   static constexpr int kM = kDs + kStateBytes;
   static constexpr int kAak = kM + kPanelBytes;    // Aak, dv of the second panel, dAak
   static constexpr int kQrb = kAak + kPanelBytes;  // Qrb, dQrb
   static constexpr int kQrk = kQrb + kPanelBytes;  // Qrk, dQrk
   static constexpr int kTermBytes = kQrk + kPanelBytes;
+  // Of halves Rt in the first frame, until Qrb and Qrk are stored.
+  static constexpr int kFirstRt = kTermBytes - kTokenBytes;
   // float [4, N]: the sums of the log decays of both halves or, of decays without a bound, the factors of S0 and dS,
   // and Centres. Of decays with a bound the factor of S0 comes to row 0 unless kAmple, and at last the other rows
   // have Written and LaterReads.
@@ -546,6 +550,7 @@ template <int kTerms>
 struct HalfDecays {
   HalfAccumulator writes = {};  // c - G
   float sums[2][kHalfTiles];    // of the log decays, of both rows of an accumulator and each tile
+  float centres[2];             // c of both rows where the half is a frame
   bool in_range = true, in_halves = true, in_chunk = true;  // as far as this thread knows
   // In the order of LoadTransposed; floats are two in place of a pair.
   std::conditional_t<kTerms == 1, uint32_t[4], float[4][2]> raw_w[kHalfTiles];
@@ -748,11 +753,8 @@ class ChunkGradients {
       }
       decays.in_halves = decays.in_halves && fabsf(sum) <= kMaxFrameLog2;
       decays.in_chunk = decays.in_chunk && slow;
-      const auto store_factor = [&](Frames of) {
-        const float c = Centre(of, frame, half);
-        StateFactors(of)[half * N + channel] = Exp2(half == 0 ? c + sum : sum - c);
-      };
-      if (Lane() % 4 == 0) store_factor(Frames::kHalves), store_factor(Frames::kTiles);
+      decays.centres[i] = StoreStateFactor(Frames::kHalves, frame, i);
+      StoreCentre(half * (kChunkTiles - 1), i, decays.centres[i]);
     }
   }
 
@@ -766,29 +768,39 @@ class ChunkGradients {
     frames = all(decays.in_range && decays.in_chunk)    ? Frames::kChunk
              : all(decays.in_range && decays.in_halves) ? Frames::kHalves
                                                         : Frames::kTiles;
+    if (frames != Frames::kTiles) return false;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) StoreStateFactor(Frames::kTiles, decays.sums[i], i);
     // Without a list no chunk is steep: floats with a bound have this kernel too.
-    if (frames != Frames::kTiles || all(decays.in_range) || steep == nullptr) return false;
+    if (all(decays.in_range) || steep == nullptr) return false;
     if (threadIdx.x == 0) AddChunk(steep);
     WaitForCopies<0>();
     return true;
   }
 
-  // With kFramed: c of the frames of this half, in `decays` and in Centres.
+  // With kFramed: c of the frames of this half, in `decays` and, of tiles, in Centres.
   __device__ __forceinline__ void SetCentres(Decays& decays) const {
+    const auto set = [&](auto centre) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
+      for (int i = 0; i < 2; ++i)
 #pragma unroll
-      for (int f = 0; f < kHalfTiles; ++f) {
-        const float (&sums)[kHalfTiles] = decays.sums[i];
-        const float c = Centre(frames, sums, f);
-        const float last =
-            half == 0 ? (f == 0 ? -sums[1] : 0.0f) : sums[0] + (f == 0 ? 0.0f : sums[1]);
+        for (int f = 0; f < kHalfTiles; ++f) {
+          const float (&sums)[kHalfTiles] = decays.sums[i];
+          const float last =
+              half == 0 ? (f == 0 ? -sums[1] : 0.0f) : sums[0] + (f == 0 ? 0.0f : sums[1]);
+          const float shift = centre(i, f) - last;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) decays.writes[2 * f + j / 2][2 * i + j % 2] += c - last;
-        if (Lane() % 4 == 0)
-          Centres()[(FirstTile() + f) * N + Channel() + 8 * i] =
-              static_cast<uint16_t>(static_cast<int>(0.5f * c) + kCentre);
-      }
+          for (int j = 0; j < 4; ++j) decays.writes[2 * f + j / 2][2 * i + j % 2] += shift;
+        }
+    };
+    if (frames != Frames::kTiles)
+      set([&](int i, int) { return decays.centres[i]; });
+    else
+      set([&](int i, int f) {
+        const float c = Centre(Frames::kTiles, decays.sums[i], f);
+        StoreCentre(FirstTile() + f, i, c);
+        return c;
+      });
   }
 
   // At, Rt, Bh and Kh of this half, in place; of float16 also V and dY, as bfloat16, and of floats as terms.
@@ -851,6 +863,43 @@ class ChunkGradients {
         scale(L::kDy);
       }
     }
+    if (kFramed && frames == Frames::kHalves) BringToOtherFrame();
+  }
+
+  // Of halves, from the operands of this half: At and Rt in the first frame, and LastFrameRows.
+  __device__ __forceinline__ void BringToOtherFrame() const {
+    uint32_t factors[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) factors[i] = OwnFactors(i, 0, kChunkTiles - 1);
+    __syncwarp();
+    const auto bring = [&](auto half) {
+      constexpr bool kFirst = decltype(half)::value == 0;
+      constexpr int kOffsets[4] = {L::kAt, L::kRt, L::kBh, L::kKh}, kCount = kFirst ? 4 : 2;
+      Left x[kCount][kHalfTiles][kTerms];
+#pragma unroll
+      for (int i = 0; i < kCount * kHalfTiles; ++i)
+        OwnChannels(kOffsets[i / kHalfTiles])
+            .Load(FirstTile() + i % kHalfTiles, x[i / kHalfTiles][i % kHalfTiles]);
+#pragma unroll
+      for (int i = 0; i < kCount * kHalfTiles; ++i) {
+        const int operand = i / kHalfTiles, offset = kOffsets[operand], tile = i % kHalfTiles;
+        Left(&of_tile)[kTerms] = x[operand][tile];
+        if (!kFirst || operand >= 2)
+#pragma unroll
+          for (int term = 0; term < kTerms; ++term)
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+              of_tile[term][j] = MultiplyTwice(of_tile[term][j], factors[j % 2]);
+        if (operand < 2)
+          OwnChannels(FirstFrame(offset)).Store(FirstTile() + tile, of_tile);
+        else
+          Channels{LastFrameRows(offset, panel).panel, warp}.Store(tile, of_tile);
+      }
+    };
+    if (half == 0)
+      bring(std::integral_constant<int, 0>());
+    else
+      bring(std::integral_constant<int, 1>());
   }
 
   // Sp and, with kFramed, dSh from the pieces in registers; or their factors where SavedState needs them.
@@ -858,7 +907,6 @@ class ChunkGradients {
     if constexpr (!kAmple) {
       const int i = threadIdx.x;
       if (!kFramed && i < N) Sums()[i] = StartFactor(i);
-      if (frames == Frames::kTiles && i < 2 * N) Sums()[i] = StateFactors(Frames::kTiles)[i];
       return;
     }
     const int col = threadIdx.x % kRowPieces * 8;
@@ -893,38 +941,45 @@ class ChunkGradients {
       }
     };
     scale(L::kSp, state.s0, [&](int c) { return StartFactor(c); });
-    if constexpr (kFramed)
-      scale(L::kDs, state.ds, [&](int c) { return StateFactors(frames)[N + c]; });
+    if constexpr (kFramed) scale(L::kDs, state.ds, [&](int c) { return Sums()[N + c]; });
   }
 
   // M, Aak, Qrb and Qrk, shared out among the warpgroups. The warpgroup that inverts a product has
   // no other product.
   __device__ __forceinline__ void TokenProducts() const {
-    const auto product = [&](int to, int left, int right, bool diagonal) {
+    const auto product = [&](int i) {
+      const int to = L::kM + i * L::kPanelBytes;
+      const int left = i < 2 ? L::kAt : L::kRt, right = i % 2 == 0 ? L::kBh : L::kKh;
       Accumulator<8> sum;
-      ChannelProduct<false>(sum, AllChannels(left), AllChannels(right), warp);
+      ChannelProduct<false>(sum, AllChannels(left), AllChannels(right), warp,
+                            AllChannels(FirstFrame(left)), AllChannels(right));
       Finish(sum);
-      StoreLower<L>(warp, At(to), diagonal, LoadMarks(), sum);
+      if (kFramed && frames == Frames::kHalves && to >= L::kFirstRt)
+        WaitForHalf();  // until Rt in the first frame has been read
+      StoreLower<L>(warp, At(to), i >= 2, LoadMarks(), sum);
     };
-    if (group == 0) {
-      product(L::kM, L::kAt, L::kBh, false);
-      __syncwarp();
-      InvertPanel<L>(warp, B::kWarpgroup + group, At(L::kM));
-    } else {
+    if (group > 0) {
       // compute-sanitizer's racecheck orders accesses by the number of barriers that a warp has
       // passed.
       for (int i = 0; i < kInvertBarriers; ++i) WaitForWarpgroup();
     }
-    if (group == (L::kPanels == 1 ? 1 : 2)) product(L::kAak, L::kAt, L::kKh, false);
-    if (group == 1) product(L::kQrb, L::kRt, L::kBh, true);
-    if (group == L::kGroups - 1) product(L::kQrk, L::kRt, L::kKh, true);
+    // One copy of a product that has all frames: caches of instructions are small.
+#pragma unroll(kFramed ? 1 : 4)
+    for (int i = 0; i < 4; ++i)
+      if (group == (i == 0 ? 0 : i == 1 ? L::kPanels : i == 2 ? 1 : L::kGroups - 1)) product(i);
+    if (group == 0) {
+      __syncwarp();
+      InvertPanel<L>(warp, B::kWarpgroup + group, At(L::kM));
+    }
   }
 
   // Z^T and U^T of the channels of this panel; half 0. U is left in shared memory.
   __device__ __forceinline__ void Values() const {
     Accumulator<8> z, u;
     Left rounded[kChunkTiles][kTerms];
-    ChannelProduct<true>(z, StartRows(), AllChannels(L::kAt), 0);
+    const bool halves = kFramed && frames == Frames::kHalves;
+    const Along at = AllChannels(halves ? FirstFrame(L::kAt) : L::kAt);
+    ChannelProduct<true>(z, StartRows(), at, 0, StartRows(), at);
     if (const ChunkMarks marks = LoadMarks(); marks.starts != 0) {
       Finish(z);
       KeepTokens<8>(0, 0, marks.FirstStart(), z);
@@ -934,6 +989,7 @@ class ChunkGradients {
     RoundPanel(z, rounded);
     Product<L, false>(u, rounded, Along{At(L::kM)});
     Finish(u);
+    if (halves) WaitForHalf();  // until At in the first frame has been read
     OwnChannels(L::kU).template StoreSum<__nv_bfloat16>(0, u);
     PublishOperands();
     WaitForHalf();
@@ -984,16 +1040,24 @@ class ChunkGradients {
         KeepTokens<8>(0, marks.LastStart(), kChunkTokens, sum);
       }
     };
-    ChannelProduct<false>(du, GradientRows(), AllChannels(L::kBh), kChunkTiles - 1);
+    ChannelProduct<false>(du, GradientRows(), AllChannels(L::kBh), kChunkTiles - 1, GradientRows(),
+                          LastFrameRows(L::kBh, 0));
     keep_last_segment(du);
     Product<L, true, kChunkTiles>(warp, du, Down{OwnPanel(L::kDy)}, Down{At(L::kQrb)});
     Finish(du);
     RoundPanel(du, rounded);
     Product<L, false>(dz, rounded, Down{At(L::kM)});
     Finish(dz);
-    OwnChannels(L::kDz).template StoreSum<__nv_bfloat16>(0, dz);
+    const bool halves = kFramed && frames == Frames::kHalves;
+    if (!halves) OwnChannels(L::kDz).template StoreSum<__nv_bfloat16>(0, dz);
     RoundPanel(dz, rounded);
-    ChannelProduct<false>(dv, GradientRows(), AllChannels(L::kKh), kChunkTiles - 1);
+    ChannelProduct<false>(dv, GradientRows(), AllChannels(L::kKh), kChunkTiles - 1, GradientRows(),
+                          LastFrameRows(L::kKh, 0));
+    if (halves) {
+      WaitForHalf();  // until LastFrameRows have been read
+#pragma unroll
+      for (int tile = 0; tile < kChunkTiles; ++tile) OwnChannels(L::kDz).Store(tile, rounded[tile]);
+    }
     keep_last_segment(dv);
     Product<L, true, kChunkTiles>(warp, dv, Down{OwnPanel(L::kDy)}, Down{At(L::kQrk)});
     Product<L, true>(dv, rounded, Down{At(L::kAak)});
@@ -1234,13 +1298,17 @@ class ChunkGradients {
     return kFilled ? at : at * size;
   }
   __device__ float* Sums() const { return reinterpret_cast<float*>(memory + L::kSums); }
-  // With kFramed: [2, N], the factors of S0 and of dS if such are the frames. Those of tiles lie where M will.
-  __device__ float* StateFactors(Frames of) const {
-    return of == Frames::kTiles ? reinterpret_cast<float*>(memory + L::kM) : Sums();
-  }
   // The factor of S0 in a column.
   __device__ float StartFactor(int column) const {
-    return kFramed ? StateFactors(frames)[column] : Exp2(Sums()[column] + Sums()[N + column]);
+    return kFramed ? Sums()[column] : Exp2(Sums()[column] + Sums()[N + column]);
+  }
+  // With kFramed: stores the factor of S0 or, in the later half, of dS for a channel, if such are the frames, and
+  // returns c of the frame that has it.
+  __device__ float StoreStateFactor(Frames of, const float (&sums)[kHalfTiles], int lower) const {
+    const float c = Centre(of, sums, half), sum = sums[0] + sums[1];
+    if (Lane() % 4 == 0)
+      Sums()[half * N + Channel() + 8 * lower] = Exp2(half == 0 ? c + sum : sum - c);
+    return c;
   }
   // Whether a channel decays so little in this half, by the sums of its tiles, that its c is 0.
   static __device__ bool IsSlow(const float (&sums)[kHalfTiles]) {
@@ -1257,8 +1325,13 @@ class ChunkGradients {
     }
     return 2.0f * rintf(half == 0 ? -0.5f * middle : 0.5f * middle);
   }
-  // With kFramed: [tiles, N] of c / 2 + kCentre.
+  // With kFramed: [tiles, N] of c / 2 + kCentre; of halves only the first and the last row.
   __device__ uint16_t* Centres() const { return reinterpret_cast<uint16_t*>(Sums() + 2 * N); }
+  __device__ void StoreCentre(int row, int lower, float c) const {
+    if (Lane() % 4 == 0)
+      Centres()[row * N + Channel() + 8 * lower] =
+          static_cast<uint16_t>(static_cast<int>(0.5f * c) + kCentre);
+  }
   // Half of how far c falls between two frames, of a channel and of the one after it, which a word has.
   __device__ uint32_t Fall(int frame, int other, int channel) const {
     const auto at = [&](int f) {
@@ -1269,9 +1342,10 @@ class ChunkGradients {
   // The factor, twice in a word, of the channel of elements 0 and 1 of a fragment, or of that of elements 2 and 3 if
   // `lower` is 1.
   __device__ uint32_t OwnFactors(int lower, int frame, int other) const {
-    const int channel = Channel() + 8 * lower;
-    const uint32_t two = Fall(frame, other, channel - channel % 2);
-    return PowersOfTwo((two >> 16 * (channel % 2) & 0xffffu) * 0x00010001u);
+    const uint16_t* const centres = Centres() + Channel() + 8 * lower;
+    const int fall =
+        centres[(frame < other ? frame : other) * N] - centres[(frame < other ? other : frame) * N];
+    return (fall < 127 ? 127 - fall : 0) * 0x00800080u;
   }
   // The sums of dS * S_L of a half, and of the reads of the second half, for all channels. With kFramed they have
   // the place of some db of the half that have been written.
@@ -1341,6 +1415,12 @@ class ChunkGradients {
     return {rows.panel + half * kHalfTokens * kRowBytes, rows.panel_bytes};
   }
   __device__ Along HalfRows(int offset) const { return RowsOf(half, AllChannels(offset)); }
+  // Of halves: where At or Rt of all tokens lies in the first frame.
+  static __device__ int FirstFrame(int offset) { return offset == L::kAt ? L::kU : L::kFirstRt; }
+  // Of halves: the rows of Bh or Kh of the first half of the tokens, in the last frame, from a panel on.
+  __device__ Along LastFrameRows(int offset, int from_panel) const {
+    return RowsOf(offset == L::kKh, {At(L::kDz) + from_panel * L::kPanelBytes, L::kPanelBytes});
+  }
   // The columns of the tokens of this half; k runs down them.
   __device__ Down HalfColumns(int offset) const { return {At(offset), FirstTile()}; }
   // The first column of a piece of a row or, of floats, of the part of it that lies where its term number
@@ -1418,18 +1498,31 @@ class ChunkGradients {
     });
   }
 
-  // Writes rows of a panel to global memory, to an array with heads of `size` channels, after all warps of this
-  // warpgroup have stored their channels there.
+  // Writes rows of a panel, a multiple of 32, to global memory, to an array with heads of `size` channels, after all
+  // warps of this warpgroup have stored their channels there.
   __device__ void WriteRows(uint32_t staged, int first_row, int rows, void* out, int size) const {
-    for (int i = threadIdx.x % 128 / 8; i < rows; i += 16) {
-      const int row = first_row + i, piece = threadIdx.x % 8;
+    constexpr int kStepRows = 128 / 8;
+    const int piece = threadIdx.x % 8;
+    // Not unrolled, for then work would move across, for which there are no registers.
+#pragma unroll 1
+    for (int row = first_row + threadIdx.x % 128 / 8; row < first_row + rows;
+         row += 2 * kStepRows) {
+      uint4 words[2][kTerms];
 #pragma unroll
-      for (int term = 0; term < kTerms; ++term)
-        if (row < tokens && Has(8 * panel + piece, size))
-          *reinterpret_cast<uint4*>(static_cast<T*>(out) + ElementOf(row, size) +
-                                    kPanelCols * panel + ColumnOf(piece, term)) =
-              *reinterpret_cast<const uint4*>(
-                  memory + PieceAddress(staged - shared + term * L::kTermBytes, row, piece));
+      for (int step = 0; step < 2; ++step)
+#pragma unroll
+        for (int term = 0; term < kTerms; ++term)
+          words[step][term] = *reinterpret_cast<const uint4*>(
+              memory + PieceAddress(staged - shared + term * L::kTermBytes, row, piece) +
+              step * kStepRows * kRowBytes);
+#pragma unroll
+      for (int step = 0; step < 2; ++step)
+#pragma unroll
+        for (int term = 0; term < kTerms; ++term)
+          if (row + step * kStepRows < tokens && Has(8 * panel + piece, size))
+            *reinterpret_cast<uint4*>(static_cast<T*>(out) +
+                                      ElementOf(row + step * kStepRows, size) + kPanelCols * panel +
+                                      ColumnOf(piece, term)) = words[step][term];
     }
   }
 
@@ -1505,20 +1598,22 @@ class ChunkGradients {
     }
     // A half that adds all tiles is not that of `frame`, which has kHalfTiles of them.
     const bool scales = kFramed && kTiles == kChunkTiles && frames == Frames::kHalves;
+    uint32_t factors[2] = {};
+    if (scales)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) factors[i] = OwnFactors(i, 0, kChunkTiles - 1);
     const auto load = [&](int offset, Left(&left)[kTiles][kTerms]) {
       LoadTransposedPanel<L>(OwnPanel(offset), warp, first_tile, left);
       if (!scales) return;
 #pragma unroll
       for (int i = 0; i < kHalfTiles; ++i)
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const uint32_t factors = OwnFactors(j % 2, 0, kChunkTiles - 1);
+        for (int j = 0; j < 4; ++j)
 #pragma unroll
           for (int term = 0; term < kTerms; ++term) {
             uint32_t& x = left[frame / kHalfTiles * kHalfTiles + i][term][j];
-            x = MultiplyTwice(x, factors);
+            x = MultiplyTwice(x, factors[j % 2]);
           }
-        }
     };
     Left left[kTiles][kTerms], next_left[kTiles][kTerms];
     load(triangles.left, left);
@@ -1526,13 +1621,13 @@ class ChunkGradients {
     if (scales)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float factor = Bf16::Low(OwnFactors(i, 0, kChunkTiles - 1));
+        // 0 only where what is left of a state is below 2^-124 of it.
+        const float root = Bf16::Low(factors[i]), factor = root * root;
         for (HalfAccumulator& sum : pair)
 #pragma unroll
           for (int fragment = 0; fragment < kHalfFragments; ++fragment)
 #pragma unroll
-            for (int e = 2 * i; e < 2 * i + 2; ++e)
-              sum[fragment][e] = sum[fragment][e] * factor * factor;
+            for (int e = 2 * i; e < 2 * i + 2; ++e) sum[fragment][e] *= factor;
       }
     meanwhile();
     // A left operand is loaded while the products before it run. Of floats both come first, and so do the
@@ -1546,22 +1641,52 @@ class ChunkGradients {
     Finish(pair[0], pair[1]);
   }
 
-  // Starts sum = left right over all channels, whose columns are the tokens of the chunk, brought from their own
-  // frames to `frame`: of that frame, and of those behind it if kLater, or else of those before it.
+  // Starts sum = left right over all channels, whose columns are the tokens of the chunk. Of tiles it brings them
+  // from their own frames to `frame`: those of that frame, and those behind it if kLater, or else those before it.
+  // Of halves `right` is in the first frame if kLater; if not, the sums for the first half are those of
+  // first_left and first_right.
   template <bool kLater, typename LeftOperand>
   __device__ __forceinline__ void ChannelProduct(Accumulator<8>& sum, const LeftOperand& left,
-                                                 const Along& right, int frame) const {
-    if (!kFramed || frames == Frames::kChunk) {
-      if constexpr (std::is_same_v<LeftOperand, SavedRows>) {
-        Left lefts[kTiles][kTerms];
+                                                 const Along& right, int frame,
+                                                 const LeftOperand& first_left,
+                                                 const Along& first_right) const {
+    constexpr bool kSaved = std::is_same_v<LeftOperand, SavedRows>;
+    Left saved[kTiles][kTerms];
+    if constexpr (kSaved)
+      if (!kFramed || frames != Frames::kTiles)
 #pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) left.Tile(tile).LoadLeft(warp, lefts[tile][0]);
-        Product<L, false>(sum, lefts, right);
-      } else {
+        for (int tile = 0; tile < kTiles; ++tile) left.Tile(tile).LoadLeft(warp, saved[tile][0]);
+    if (!kFramed || frames == Frames::kChunk || (kLater && frames == Frames::kHalves)) {
+      if constexpr (kSaved)
+        Product<L, false>(sum, saved, right);
+      else
         Product<L, false, kTiles>(warp, sum, left, right);
-      }
       if constexpr (kFramed)
         Finish(sum);  // else ptxas serialises products, for the other way is none
+      return;
+    }
+    if (!kLater && frames == Frames::kHalves) {
+      HalfAccumulator sums[2];
+      BeginProducts();
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile)
+        ForProducts<kTerms, true>([&](int i, int j) {
+          const auto multiply = [&](HalfAccumulator& to, const LeftOperand& a, const Along& b) {
+            const auto columns = b.Tile(tile).Behind(j * L::kTermBytes);
+            if constexpr (kSaved)
+              MultiplyOrAdd(tile + i + j > 0, to, saved[tile][i], columns);
+            else
+              MultiplyOrAdd(tile + i + j > 0, to, warp, a.Tile(tile).Behind(i * L::kTermBytes),
+                            columns);
+          };
+          multiply(sums[0], first_left, first_right);
+          multiply(sums[1], left, RowsOf(1, right));
+        });
+      CommitProducts();
+      Finish(sums[0], sums[1]);
+      ForEachElement<8>([&](int fragment, int e) {
+        sum[fragment][e] = sums[fragment / kHalfFragments][fragment % kHalfFragments][e];
+      });
       return;
     }
     const auto load = [&](int tile, Left(&plain)[kTerms]) {
@@ -1582,37 +1707,6 @@ class ChunkGradients {
             scaled[term][j] = MultiplyTwice(plain[term][j], factors);
       }
     };
-    if (frames == Frames::kHalves) {
-      constexpr int kScaled = kLater ? 1 : 0, kStepTiles = 2;
-      HalfAccumulator sums[2];
-      Left lefts[2][kStepTiles][2][kTerms];
-#pragma unroll
-      for (int first = 0; first < kTiles; first += kStepTiles) {
-        // Two tiles are scaled while the products of two others run.
-        auto& of_step = lefts[first / kStepTiles % 2];
-        if (first >= 2 * kStepTiles) WaitForProducts<1>();
-#pragma unroll
-        for (int i = 0; i < kStepTiles; ++i) {
-          load(first + i, of_step[i][1 - kScaled]);
-          scale(first + i, kScaled * kHalfTiles, of_step[i][1 - kScaled], of_step[i][kScaled]);
-        }
-        BeginProducts();
-#pragma unroll
-        for (int i = 0; i < kStepTiles; ++i)
-          ForProducts<kTerms, true>([&](int a, int b) {
-#pragma unroll
-            for (int h = 0; h < 2; ++h)
-              MultiplyOrAdd(first + i + a + b > 0, sums[h], of_step[i][h][a],
-                            RowsOf(h, right).Tile(first + i).Behind(b * L::kTermBytes));
-          });
-        CommitProducts();
-      }
-      Finish(sums[0], sums[1]);
-      ForEachElement<8>([&](int fragment, int e) {
-        sum[fragment][e] = sums[fragment / kHalfFragments][fragment % kHalfFragments][e];
-      });
-      return;
-    }
     ForEachElement<8>([&](int fragment, int e) { sum[fragment][e] = 0.0f; });
 #pragma unroll(kPanelTiles)
     for (int tile = 0; tile < kTiles; ++tile) {
