@@ -321,7 +321,7 @@ struct TileGradients {
   float crossing[2];  // exp(G_L) sum_v S dS of the two channels of a lane
 };
 
-// One tile, with channels as rows: first Rt and Kb; then r and k, unless the tile is far.
+// One tile, with channels as rows: Rt and Kb, or k in place of Kb if the tile is far.
 struct TileInputs {
   float r[2][4], k[2][4];
 };
@@ -1103,29 +1103,35 @@ struct ChunkGradients {
   }
 
   // Stages dR = exp(G') dRt + D u K and dK = exp(G_L - G) dKh + exp(-G) dKb + D u R, and adds D R K
-  // to du. `x` has Rt and Kb before, R and K after. In a far tile all that needs R, K or dKb is
-  // left to AddFarTile.
+  // to du. In a far tile all that needs R, K or dKb is left to AddFarTile.
   __device__ void InputGradients(int tile, bool far, const RowMarks& marks,
-                                 const float (&factors)[2], const DecaySums& sums, TileInputs& x,
-                                 TileGradients& d, ParameterSums& parameters) const {
-    // Where exp(-G) may be infinite, or the factor is 0, exp(G_L - G) is not their product.
-    const bool by_difference = far || marks.clears != 0;
+                                 const float (&factors)[2], const DecaySums& sums,
+                                 const TileInputs& x, TileGradients& d,
+                                 ParameterSums& parameters) const {
     float total[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) total[i] = __shfl_sync(~0u, sums.upto[1][2 * i + 1], lane | 3);
-    ForEachElement<2>([&](int i, int e) {
-      const float inverse = Exp2(-sums.upto[i][e]);
-      d.dkh[i][e] *=
-          by_difference ? Exp2(sums.ToEnd<T>(i, e, total[e / 2])) : factors[e / 2] * inverse;
-      d.drt[i][e] *= Exp2(sums.before[i][e]);
-      if (far) return;
-      x.r[i][e] *= Exp2(-sums.before[i][e]);
-      x.k[i][e] *= Exp2(sums.upto[i][e]);
-      const float own = DOf(tile)[8 * i + e % 2], bonus = own * BonusOf()[e / 2 * 8];
-      parameters.du[e / 2] += own * x.r[i][e] * x.k[i][e];
-      d.drt[i][e] += bonus * x.k[i][e];
-      d.dkh[i][e] += inverse * d.dkb[i][e] + bonus * x.r[i][e];
-    });
+    const auto to_end = [&](int i, int e) { return Exp2(sums.ToEnd<T>(i, e, total[e / 2])); };
+    // Where exp(-G) may be infinite, or the factor is 0, exp(G_L - G) is not their product.
+    if (far) {
+      ForEachElement<2>([&](int i, int e) {
+        d.dkh[i][e] *= to_end(i, e);
+        d.drt[i][e] *= Exp2(sums.before[i][e]);
+      });
+    } else {
+      const float* const of_tokens = DOf(tile);
+      const float u[2] = {BonusOf()[0], BonusOf()[8]};
+      ForEachElement<2>([&](int i, int e) {
+        const float inverse = Exp2(-sums.upto[i][e]);
+        const float r = x.r[i][e] * Exp2(-sums.before[i][e]);
+        const float k = x.k[i][e] * Exp2(sums.upto[i][e]);
+        const float own = of_tokens[8 * i + e % 2], bonus = own * u[e / 2];
+        d.dkh[i][e] *= marks.clears != 0 ? to_end(i, e) : factors[e / 2] * inverse;
+        d.dkh[i][e] += inverse * d.dkb[i][e] + bonus * r;
+        d.drt[i][e] = d.drt[i][e] * Exp2(sums.before[i][e]) + bonus * k;
+        parameters.du[e / 2] += own * r * k;
+      });
+    }
     Stage(L::kR, tile, d.drt);
     Stage(L::kKb, tile, d.dkh);
   }
@@ -1148,18 +1154,21 @@ struct ChunkGradients {
     });
   }
 
-  // Sums the terms of dlog d over the tokens of the tile, and stages dW or adds it up.
-  __device__ void DecayGradients(int tile, const float (&crossing)[2], const DecaySums& sums,
-                                 const DecayTerms& terms, ParameterSums& parameters) const {
-    const uint32_t present = MarksOf(tile).present;
-    const auto padding = [&](int i, int e) {
-      return (present >> (8 * i + 2 * (lane % 4) + e % 2) & 1) == 0;
-    };
-    Accumulator<2> dw;
+  // dlog d: sums its terms over the tokens of the tile.
+  __device__ void DecayGradients(const float (&crossing)[2], const DecayTerms& terms,
+                                 Accumulator<2>& dw) const {
     ForEachElement<2>([&](int i, int e) { dw[i][e] = crossing[e / 2] - terms.kb_dkb[i][e]; });
     constexpr int kParts = 1 + kTerms;  // as many bits as x has
     AddSums<kParts>(terms.net, true, dw);
     AddSums<kParts>(terms.kh_dkh, false, dw);
+  }
+
+  // Stages dW or adds it up.
+  __device__ void StageDecayGradients(int tile, uint32_t present, const DecaySums& sums,
+                                      Accumulator<2>& dw, ParameterSums& parameters) const {
+    const auto padding = [&](int i, int e) {
+      return (present >> (8 * i + 2 * (lane % 4) + e % 2) & 1) == 0;
+    };
     if constexpr (kConstant) {
       ForEachElement<2>([&](int i, int e) {
         if (!padding(i, e)) parameters.dw[e / 2] += dw[i][e];
@@ -1240,17 +1249,20 @@ struct ChunkGradients {
     });
   }
 
-  // The gradients of a tile from the sums of state and token products.
+  // The gradients of a tile from the sums of state and token products. That of the log decays comes first: there are
+  // no registers for its terms while there are sums of log decays.
   __device__ void FinishTile(int tile, bool far, const float (&factors)[2],
                              TileGradients& gradients, ParameterSums& parameters) const {
     const RowMarks marks = MarksOf(tile);
     DecaySums sums;
     TileInputs inputs;
+    Accumulator<2> dw;
     DecayTerms terms;
-    SumByChannel(decays, tile, warp, marks.present, sums);
     DecayProducts(tile, far, gradients, inputs, terms);
+    DecayGradients(gradients.crossing, terms, dw);
+    SumByChannel(decays, tile, warp, marks.present, sums);
+    StageDecayGradients(tile, marks.present, sums, dw, parameters);
     InputGradients(tile, far, marks, factors, sums, inputs, gradients, parameters);
-    DecayGradients(tile, gradients.crossing, sums, terms, parameters);
   }
 
   // Stores a partial sum as number `index` of those of 64 channels.
