@@ -890,8 +890,9 @@ struct ChunkGradients {
       KeepReadersOfState(tile, seeing);
       RoundPanel(ds, after);
       ScaleColumns(FactorsOf(tile), ds);
+      constexpr bool kApart = kTerms > 1;
       Accumulator<8> of_tile;
-      Accumulator<8>& sum = kTerms > 1 ? of_tile : ds;
+      Accumulator<8>& sum = kApart ? of_tile : ds;
       BeginProducts();
       Multiply<false>(dv, dy, PackedTiles{Packed(L::kAt, 2 * tile)}, kTileBytes);
       Multiply<true>(dv, dy, PackedTiles{Packed(L::kAt, 2 * tile + 1)}, kTileBytes);
@@ -899,30 +900,29 @@ struct ChunkGradients {
       for (int column = 0; column < kColumnTiles; ++column)
         Multiply<true>(dv, after[column], KAlongRows{Rows(L::kKh, tile), column}, kPanelBytes);
       CommitProducts();
-      Multiply<kTerms == 1>(sum, seeing, KDownRows{Rows(L::kR, tile)}, kPanelBytes);
+      Multiply<!kApart>(sum, seeing, KDownRows{Rows(L::kR, tile)}, kPanelBytes);
       CommitProducts();
       WaitForProducts<1>();
       Settle(dv);
       Stage(L::kDs, tile, dv);
       Finish(sum);
-      AddTile(sum, ds);
+      if constexpr (kApart) AddTile(of_tile, ds);
     }
   }
 
-  // What a tile of floats adds to a state is summed apart, as of_tile in scan.cu.
+  // What a tile adds to a state is summed apart: to add it while the state is scaled takes fewer instructions than to
+  // bring the state to where the product has its sum, and back.
   __device__ void AddTile(const Accumulator<8>& of_tile, Accumulator<8>& s) const {
-    if constexpr (kTerms > 1)
-      ForEachElement<8>([&](int fragment, int e) { s[fragment][e] += of_tile[fragment][e]; });
+    ForEachElement<8>([&](int fragment, int e) { s[fragment][e] += of_tile[fragment][e]; });
   }
   // s += x y over the tokens of a tile, at once.
   __device__ void AddProduct(const Left (&x)[kTerms], const KDownRows& y, Accumulator<8>& s) const {
     Accumulator<8> of_tile;
-    Accumulator<8>& sum = kTerms > 1 ? of_tile : s;
     BeginProducts();
-    Multiply<kTerms == 1>(sum, x, y, kPanelBytes);
+    Multiply<false>(of_tile, x, y, kPanelBytes);
     CommitProducts();
-    Finish(sum);
-    AddTile(sum, s);
+    Finish(of_tile);
+    AddTile(of_tile, s);
   }
 
   // Warpgroup 1: keeps dS^T after each tile in shared memory, rounded, and moves dS on. `rounded`
