@@ -890,7 +890,7 @@ struct ChunkGradients {
       KeepReadersOfState(tile, seeing);
       RoundPanel(ds, after);
       ScaleColumns(FactorsOf(tile), ds);
-      constexpr bool kApart = kTerms > 1;
+      constexpr bool kApart = kTerms > 1 || !kMarked;  // marks leave too few registers
       Accumulator<8> of_tile;
       Accumulator<8>& sum = kApart ? of_tile : ds;
       BeginProducts();
