@@ -1008,12 +1008,13 @@ struct ChunkGradients {
                                 const Accumulator<8>& s, TileGradients& d) const {
     constexpr bool kApart = kTerms > 1;
     const RowMarks marks = MarksOf(tile);
-    StateOperand before;
+    StateOperand before, after;
     Left r[kTerms], k[kTerms];
     Accumulator<2> apart;
     Accumulator<2>& of_state = kApart ? apart : d.drt;
     RoundPanel(s, before);
     LoadTokenOperands(tile, far, r, k);
+    if constexpr (!kApart) RecallStateGradient(tile, after);
     BeginProducts();
 #pragma unroll
     for (int column = 0; column < kColumnTiles; ++column)
@@ -1026,22 +1027,21 @@ struct ChunkGradients {
       BeginProducts();
     }
     MultiplyTokens<!kApart>(tile, r, k, d);
-    CommitProducts();
-    Finish(of_state, d.drt, d.dkb);
     if constexpr (kApart) {
+      CommitProducts();
+      Finish(of_state, d.drt, d.dkb);
       if (marks.clears != 0) KeepTokens<2>(0, 0, marks.FirstCleared(), of_state);
       ForEachElement<2>([&](int i, int e) { d.drt[i][e] += of_state[i][e]; });
+      RecallStateGradient(tile, after);
+      BeginProducts();
     }
-    StateOperand after;
-    RecallStateGradient(tile, after);
-    Crossing(before, after, factors, d.crossing);
-    BeginProducts();
 #pragma unroll
     for (int column = 0; column < kColumnTiles; ++column)
       MultiplyOrAdd(column > 0, d.dkh, after[column], KAlongRows{Rows(L::kV, tile), column},
                     int{kPanelBytes});
     CommitProducts();
-    Finish(d.dkh);
+    Crossing(before, after, factors, d.crossing);
+    Finish(d.drt, d.dkb, d.dkh);
     if constexpr (kClears)
       if (!kApart || marks.clears != 0) KeepTokens<2>(0, marks.LastCleared(), kTileTokens, d.dkh);
   }
