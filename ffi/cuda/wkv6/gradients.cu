@@ -254,7 +254,8 @@ struct FarPairs {
 template <typename T>
 __device__ void AddFarPairs(const unsigned char* da, const RawTile<T>& raw, int channel,
                             const float (&own_decays)[2][4], FarPairs& pairs) {
-  const int lane = Lane(), own = 2 * (lane % 4);
+  // Opaque as in GoBack.
+  const int lane = Opaque(Lane()), own = 2 * (lane % 4);
   ForEachElement<2>([&](int i, int e) {
     const int token = 8 * i + own + e % 2;
     const int64_t at = static_cast<int64_t>(token) * raw.stride + channel + e / 2 * 8;
