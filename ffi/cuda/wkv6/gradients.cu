@@ -1227,17 +1227,33 @@ struct ChunkGradients {
 
   // --- Epilogue: all threads store what is staged.
 
-  __device__ void StoreInputGradients() const {
-    copier.template ForEachPiece<T>([&](uint32_t from, int64_t element, int row) {
-      if (row >= copier.tokens) return;
-      const auto store = [&](int panel, void* to) {
-        *reinterpret_cast<uint4*>(static_cast<T*>(to) + element) =
-            *reinterpret_cast<const uint4*>(memory + panel + from);
-      };
-      store(L::kR, call.dr);
-      store(L::kKb, call.dk);
-      if constexpr (kHasValues<N> && kTerms == 1) store(L::kDs, call.dv);
-      if constexpr (!kConstant) store(L::kDw, call.dw);
+  // Calls go_on() in between, which may copy to where gradients were: this thread copies to the pieces that it stores.
+  template <typename Fn>
+  __device__ void StoreInputGradients(Fn&& go_on) const {
+    const auto from = copier;
+    uint4 staged[kChunkTokens * 8 * kTerms / kThreads][4];
+    // Calls fn(piece, panel, array) for each gradient.
+    const auto for_each = [&](uint4(&pieces)[4], auto&& fn) {
+      fn(pieces[0], L::kR, call.dr);
+      fn(pieces[1], L::kKb, call.dk);
+      if constexpr (kHasValues<N> && kTerms == 1) fn(pieces[2], L::kDs, call.dv);
+      if constexpr (!kConstant) fn(pieces[3], L::kDw, call.dw);
+    };
+    int index = 0;
+    from.template ForEachPiece<T>([&](uint32_t at, int64_t, int) {
+      for_each(staged[index++], [&](uint4& piece, int panel, void*) {
+        piece = *reinterpret_cast<const uint4*>(memory + panel + at);
+      });
+    });
+    go_on();
+    index = 0;
+    from.template ForEachPiece<T>([&](uint32_t, int64_t element, int row) {
+      uint4(&pieces)[4] = staged[index++];
+      if (row < from.tokens)
+        for_each(pieces, [&](const uint4& piece, int, void* to) {
+          // An array of uint4, or else nvcc would store word by word.
+          static_cast<uint4*>(to)[element * sizeof(T) / sizeof(uint4)] = piece;
+        });
     });
   }
 
@@ -1281,10 +1297,10 @@ struct ChunkGradients {
   }
 };
 
-// From the gradients of near tiles to the stored gradients of the inputs.
-template <typename T, int N, bool kConstant, bool kMarked>
+// From the gradients of near tiles to the stored gradients of the inputs. Calls go_on() as StoreInputGradients.
+template <typename T, int N, bool kConstant, bool kMarked, typename Fn>
 __device__ void FinishChunk(const ChunkGradients<T, N, kConstant, kMarked>& phases,
-                            ParameterSums& parameters) {
+                            ParameterSums& parameters, Fn&& go_on) {
   const int first_tile = phases.FirstTile();
 #pragma unroll 1
   for (int tile = first_tile; tile < first_tile + kTilesPerWarpgroup; ++tile)
@@ -1292,13 +1308,14 @@ __device__ void FinishChunk(const ChunkGradients<T, N, kConstant, kMarked>& phas
 
   phases.AddParameterSums(parameters);
   WaitForAll<T>(kGradientsStaged);
-  phases.StoreInputGradients();
+  phases.StoreInputGradients(go_on);
 }
 
-// Heads of 64: the gradients of a chunk whose operands are on their way, and dS before it.
+// Heads of 64: the gradients of a chunk whose operands are on their way, and dS before it. If there are more chunks,
+// goes on to the one before this one.
 template <typename T, bool kConstant, bool kMarked>
-__device__ __forceinline__ void GoThroughChunk(
-    const ChunkGradients<T, 64, kConstant, kMarked>& phases, bool more) {
+__device__ __forceinline__ void GoThroughChunk(ChunkGradients<T, 64, kConstant, kMarked>& phases,
+                                               bool more) {
   using L = GradientLayout<T, 64>;
   constexpr bool kThree = kTermsOf<T> > 1;
   phases.WaitForOperands();
@@ -1363,7 +1380,11 @@ __device__ __forceinline__ void GoThroughChunk(
     if (kThree && own == 0) WaitForAll<T>(kOperandsTaken);
     phases.FinishTile(tile, far, factors, gradients, parameters);
   }
-  FinishChunk(phases, parameters);
+  FinishChunk(phases, parameters, [&] {
+    if (!more) return;
+    phases.GoBack();
+    phases.LoadOperands();
+  });
 }
 
 // dS after a split, and dS before all tokens.
@@ -1444,12 +1465,7 @@ __global__ __launch_bounds__(
     phases.KeepCarried(start[0]);
   }
 #pragma unroll 1
-  for (int left = split.chunks; left > 0; --left) {
-    GoThroughChunk(phases, left > 1);
-    if (left == 1) break;
-    phases.GoBack();
-    phases.LoadOperands();
-  }
+  for (int left = split.chunks; left > 0; --left) GoThroughChunk(phases, left > 1);
 
   if (!kThree && phases.warpgroup == 0 && split.Last()) {
     StateAccumulator<N>::State end;
@@ -1535,7 +1551,7 @@ __global__ __launch_bounds__(kThreads, 2) void ChunkGradientKernel(
     phases.AddTokenGradients(tile, far, gradients[own]);
     phases.FinishTile(tile, far, factors, gradients[own], parameters);
   }
-  FinishChunk(phases, parameters);
+  FinishChunk(phases, parameters, [] {});
   phases.StoreParameterGradients(blockIdx.x);
 }
 
