@@ -779,14 +779,18 @@ struct ChunkGradients {
       for (int term = 0; term < kTerms; ++term) {
         const int from = at + term * kPanelBytes;
         LoadMatrices(TileAddress(shared + left + from, 16 * tile, column), x[term]);
-        LoadMatrices(TileAddress(shared + right + from, 16 * tile, column), y[term]);
+        LoadMatrices(TileAddressByRows(shared + right + from, 16 * tile, column), y[term]);
       }
+      const auto add = [&](const Left& x, const uint32_t (&y)[4]) {
+        WarpMultiply(da[0], x, y[0], y[1]);
+        WarpMultiply(da[1], x, y[2], y[3]);
+      };
       // In the same order: where pairs of tokens cancel, dA and dA^T have to be the same.
       ForProducts<kTerms>([&](int i, int j) {
         if (below)
-          AddTokenProducts(da, x[i], y[j]);
+          add(x[i], y[j]);
         else
-          AddTokenProducts(da, x[j], y[i]);
+          add(x[j], y[i]);
       });
     }
     float* const d = Floats(L::kD) + kTileTokens * tile;
