@@ -915,19 +915,21 @@ struct ChunkGradients {
     }
   }
 
-  // What a tile adds to a state is summed apart: to add it while the state is scaled takes fewer instructions than to
-  // bring the state to where the product has its sum, and back.
+  // What a tile adds to a state is summed apart, where registers allow it: to add it while the state is scaled takes
+  // fewer instructions than to bring the state to where the product has its sum, and back.
   __device__ void AddTile(const Accumulator<8>& of_tile, Accumulator<8>& s) const {
     ForEachElement<8>([&](int fragment, int e) { s[fragment][e] += of_tile[fragment][e]; });
   }
   // s += x y over the tokens of a tile, at once.
   __device__ void AddProduct(const Left (&x)[kTerms], const KDownRows& y, Accumulator<8>& s) const {
+    constexpr bool kApart = kTerms > 1 || kHasValues<N>;
     Accumulator<8> of_tile;
+    Accumulator<8>& sum = kApart ? of_tile : s;
     BeginProducts();
-    Multiply<false>(of_tile, x, y, kPanelBytes);
+    Multiply<!kApart>(sum, x, y, kPanelBytes);
     CommitProducts();
-    Finish(of_tile);
-    AddTile(of_tile, s);
+    Finish(sum);
+    if constexpr (kApart) AddTile(of_tile, s);
   }
 
   // Warpgroup 1: keeps dS^T after each tile in shared memory, rounded, and moves dS on. `rounded`
@@ -1038,6 +1040,7 @@ struct ChunkGradients {
       if (marks.clears != 0) KeepTokens<2>(0, 0, marks.FirstCleared(), of_state);
       ForEachElement<2>([&](int i, int e) { d.drt[i][e] += of_state[i][e]; });
       RecallStateGradient(tile, after);
+      Crossing(before, after, factors, d.crossing);
       BeginProducts();
     }
 #pragma unroll
@@ -1045,7 +1048,7 @@ struct ChunkGradients {
       MultiplyOrAdd(column > 0, d.dkh, after[column], KAlongRows{Rows(L::kV, tile), column},
                     int{kPanelBytes});
     CommitProducts();
-    Crossing(before, after, factors, d.crossing);
+    if constexpr (!kApart) Crossing(before, after, factors, d.crossing);
     Finish(d.drt, d.dkb, d.dkh);
     if constexpr (kClears)
       if (!kApart || marks.clears != 0) KeepTokens<2>(0, marks.LastCleared(), kTileTokens, d.dkh);
