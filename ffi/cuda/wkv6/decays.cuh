@@ -231,12 +231,8 @@ __device__ void SumByChannel(const ChunkDecays<T, kConstant>& decays, int tile, 
     constexpr int kTerms = kTermsOf<T>;
     Left log_decays[kTerms];
 #pragma unroll
-    for (int term = 0; term < kTerms; ++term) {
-      uint32_t x[4];
-      LoadTransposed(TileAddress(decays.w_panel + term * kPanelBytes, 16 * tile, warp), x);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) log_decays[term][i] = x[i % 2 * 2 + i / 2];
-    }
+    for (int term = 0; term < kTerms; ++term)
+      LoadLeftTransposed(decays.w_panel + term * kPanelBytes, 16 * tile, warp, log_decays[term]);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #pragma unroll

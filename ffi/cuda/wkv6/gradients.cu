@@ -254,7 +254,8 @@ struct FarPairs {
 template <typename T>
 __device__ void AddFarPairs(const unsigned char* da, const RawTile<T>& raw, int channel,
                             const float (&own_decays)[2][4], FarPairs& pairs) {
-  const int lane = Lane(), own = 2 * (lane % 4);
+  // Opaque as in GoBack.
+  const int lane = Opaque(Lane()), own = 2 * (lane % 4);
   ForEachElement<2>([&](int i, int e) {
     const int token = 8 * i + own + e % 2;
     const int64_t at = static_cast<int64_t>(token) * raw.stride + channel + e / 2 * 8;
@@ -321,7 +322,7 @@ struct TileGradients {
   float crossing[2];  // exp(G_L) sum_v S dS of the two channels of a lane
 };
 
-// One tile, with channels as rows: first Rt and Kb; then r and k, unless the tile is far.
+// One tile, with channels as rows: Rt and Kb, or k in place of Kb if the tile is far.
 struct TileInputs {
   float r[2][4], k[2][4];
 };
@@ -778,14 +779,18 @@ struct ChunkGradients {
       for (int term = 0; term < kTerms; ++term) {
         const int from = at + term * kPanelBytes;
         LoadMatrices(TileAddress(shared + left + from, 16 * tile, column), x[term]);
-        LoadMatrices(TileAddress(shared + right + from, 16 * tile, column), y[term]);
+        LoadMatrices(TileAddressByRows(shared + right + from, 16 * tile, column), y[term]);
       }
+      const auto add = [&](const Left& x, const uint32_t (&y)[4]) {
+        WarpMultiply(da[0], x, y[0], y[1]);
+        WarpMultiply(da[1], x, y[2], y[3]);
+      };
       // In the same order: where pairs of tokens cancel, dA and dA^T have to be the same.
       ForProducts<kTerms>([&](int i, int j) {
         if (below)
-          AddTokenProducts(da, x[i], y[j]);
+          add(x[i], y[j]);
         else
-          AddTokenProducts(da, x[j], y[i]);
+          add(x[j], y[i]);
       });
     }
     float* const d = Floats(L::kD) + kTileTokens * tile;
@@ -890,8 +895,9 @@ struct ChunkGradients {
       KeepReadersOfState(tile, seeing);
       RoundPanel(ds, after);
       ScaleColumns(FactorsOf(tile), ds);
+      constexpr bool kApart = kTerms > 1 || !kMarked;  // marks leave too few registers
       Accumulator<8> of_tile;
-      Accumulator<8>& sum = kTerms > 1 ? of_tile : ds;
+      Accumulator<8>& sum = kApart ? of_tile : ds;
       BeginProducts();
       Multiply<false>(dv, dy, PackedTiles{Packed(L::kAt, 2 * tile)}, kTileBytes);
       Multiply<true>(dv, dy, PackedTiles{Packed(L::kAt, 2 * tile + 1)}, kTileBytes);
@@ -899,30 +905,31 @@ struct ChunkGradients {
       for (int column = 0; column < kColumnTiles; ++column)
         Multiply<true>(dv, after[column], KAlongRows{Rows(L::kKh, tile), column}, kPanelBytes);
       CommitProducts();
-      Multiply<kTerms == 1>(sum, seeing, KDownRows{Rows(L::kR, tile)}, kPanelBytes);
+      Multiply<!kApart>(sum, seeing, KDownRows{Rows(L::kR, tile)}, kPanelBytes);
       CommitProducts();
       WaitForProducts<1>();
       Settle(dv);
       Stage(L::kDs, tile, dv);
       Finish(sum);
-      AddTile(sum, ds);
+      if constexpr (kApart) AddTile(of_tile, ds);
     }
   }
 
-  // What a tile of floats adds to a state is summed apart, as of_tile in scan.cu.
+  // What a tile adds to a state is summed apart, where registers allow it: to add it while the state is scaled takes
+  // fewer instructions than to bring the state to where the product has its sum, and back.
   __device__ void AddTile(const Accumulator<8>& of_tile, Accumulator<8>& s) const {
-    if constexpr (kTerms > 1)
-      ForEachElement<8>([&](int fragment, int e) { s[fragment][e] += of_tile[fragment][e]; });
+    ForEachElement<8>([&](int fragment, int e) { s[fragment][e] += of_tile[fragment][e]; });
   }
   // s += x y over the tokens of a tile, at once.
   __device__ void AddProduct(const Left (&x)[kTerms], const KDownRows& y, Accumulator<8>& s) const {
+    constexpr bool kApart = kTerms > 1 || kHasValues<N>;
     Accumulator<8> of_tile;
-    Accumulator<8>& sum = kTerms > 1 ? of_tile : s;
+    Accumulator<8>& sum = kApart ? of_tile : s;
     BeginProducts();
-    Multiply<kTerms == 1>(sum, x, y, kPanelBytes);
+    Multiply<!kApart>(sum, x, y, kPanelBytes);
     CommitProducts();
     Finish(sum);
-    AddTile(sum, s);
+    if constexpr (kApart) AddTile(of_tile, s);
   }
 
   // Warpgroup 1: keeps dS^T after each tile in shared memory, rounded, and moves dS on. `rounded`
@@ -1008,12 +1015,13 @@ struct ChunkGradients {
                                 const Accumulator<8>& s, TileGradients& d) const {
     constexpr bool kApart = kTerms > 1;
     const RowMarks marks = MarksOf(tile);
-    StateOperand before;
+    StateOperand before, after;
     Left r[kTerms], k[kTerms];
     Accumulator<2> apart;
     Accumulator<2>& of_state = kApart ? apart : d.drt;
     RoundPanel(s, before);
     LoadTokenOperands(tile, far, r, k);
+    if constexpr (!kApart) RecallStateGradient(tile, after);
     BeginProducts();
 #pragma unroll
     for (int column = 0; column < kColumnTiles; ++column)
@@ -1026,22 +1034,22 @@ struct ChunkGradients {
       BeginProducts();
     }
     MultiplyTokens<!kApart>(tile, r, k, d);
-    CommitProducts();
-    Finish(of_state, d.drt, d.dkb);
     if constexpr (kApart) {
+      CommitProducts();
+      Finish(of_state, d.drt, d.dkb);
       if (marks.clears != 0) KeepTokens<2>(0, 0, marks.FirstCleared(), of_state);
       ForEachElement<2>([&](int i, int e) { d.drt[i][e] += of_state[i][e]; });
+      RecallStateGradient(tile, after);
+      Crossing(before, after, factors, d.crossing);
+      BeginProducts();
     }
-    StateOperand after;
-    RecallStateGradient(tile, after);
-    Crossing(before, after, factors, d.crossing);
-    BeginProducts();
 #pragma unroll
     for (int column = 0; column < kColumnTiles; ++column)
       MultiplyOrAdd(column > 0, d.dkh, after[column], KAlongRows{Rows(L::kV, tile), column},
                     int{kPanelBytes});
     CommitProducts();
-    Finish(d.dkh);
+    if constexpr (!kApart) Crossing(before, after, factors, d.crossing);
+    Finish(d.drt, d.dkb, d.dkh);
     if constexpr (kClears)
       if (!kApart || marks.clears != 0) KeepTokens<2>(0, marks.LastCleared(), kTileTokens, d.dkh);
   }
@@ -1103,29 +1111,35 @@ struct ChunkGradients {
   }
 
   // Stages dR = exp(G') dRt + D u K and dK = exp(G_L - G) dKh + exp(-G) dKb + D u R, and adds D R K
-  // to du. `x` has Rt and Kb before, R and K after. In a far tile all that needs R, K or dKb is
-  // left to AddFarTile.
+  // to du. In a far tile all that needs R, K or dKb is left to AddFarTile.
   __device__ void InputGradients(int tile, bool far, const RowMarks& marks,
-                                 const float (&factors)[2], const DecaySums& sums, TileInputs& x,
-                                 TileGradients& d, ParameterSums& parameters) const {
-    // Where exp(-G) may be infinite, or the factor is 0, exp(G_L - G) is not their product.
-    const bool by_difference = far || marks.clears != 0;
+                                 const float (&factors)[2], const DecaySums& sums,
+                                 const TileInputs& x, TileGradients& d,
+                                 ParameterSums& parameters) const {
     float total[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) total[i] = __shfl_sync(~0u, sums.upto[1][2 * i + 1], lane | 3);
-    ForEachElement<2>([&](int i, int e) {
-      const float inverse = Exp2(-sums.upto[i][e]);
-      d.dkh[i][e] *=
-          by_difference ? Exp2(sums.ToEnd<T>(i, e, total[e / 2])) : factors[e / 2] * inverse;
-      d.drt[i][e] *= Exp2(sums.before[i][e]);
-      if (far) return;
-      x.r[i][e] *= Exp2(-sums.before[i][e]);
-      x.k[i][e] *= Exp2(sums.upto[i][e]);
-      const float own = DOf(tile)[8 * i + e % 2], bonus = own * BonusOf()[e / 2 * 8];
-      parameters.du[e / 2] += own * x.r[i][e] * x.k[i][e];
-      d.drt[i][e] += bonus * x.k[i][e];
-      d.dkh[i][e] += inverse * d.dkb[i][e] + bonus * x.r[i][e];
-    });
+    const auto to_end = [&](int i, int e) { return Exp2(sums.ToEnd<T>(i, e, total[e / 2])); };
+    // Where exp(-G) may be infinite, or the factor is 0, exp(G_L - G) is not their product.
+    if (far) {
+      ForEachElement<2>([&](int i, int e) {
+        d.dkh[i][e] *= to_end(i, e);
+        d.drt[i][e] *= Exp2(sums.before[i][e]);
+      });
+    } else {
+      const float* const of_tokens = DOf(tile);
+      const float u[2] = {BonusOf()[0], BonusOf()[8]};
+      ForEachElement<2>([&](int i, int e) {
+        const float inverse = Exp2(-sums.upto[i][e]);
+        const float r = x.r[i][e] * Exp2(-sums.before[i][e]);
+        const float k = x.k[i][e] * Exp2(sums.upto[i][e]);
+        const float own = of_tokens[8 * i + e % 2], bonus = own * u[e / 2];
+        d.dkh[i][e] *= marks.clears != 0 ? to_end(i, e) : factors[e / 2] * inverse;
+        d.dkh[i][e] += inverse * d.dkb[i][e] + bonus * r;
+        d.drt[i][e] = d.drt[i][e] * Exp2(sums.before[i][e]) + bonus * k;
+        parameters.du[e / 2] += own * r * k;
+      });
+    }
     Stage(L::kR, tile, d.drt);
     Stage(L::kKb, tile, d.dkh);
   }
@@ -1148,18 +1162,21 @@ struct ChunkGradients {
     });
   }
 
-  // Sums the terms of dlog d over the tokens of the tile, and stages dW or adds it up.
-  __device__ void DecayGradients(int tile, const float (&crossing)[2], const DecaySums& sums,
-                                 const DecayTerms& terms, ParameterSums& parameters) const {
-    const uint32_t present = MarksOf(tile).present;
-    const auto padding = [&](int i, int e) {
-      return (present >> (8 * i + 2 * (lane % 4) + e % 2) & 1) == 0;
-    };
-    Accumulator<2> dw;
+  // dlog d: sums its terms over the tokens of the tile.
+  __device__ void DecayGradients(const float (&crossing)[2], const DecayTerms& terms,
+                                 Accumulator<2>& dw) const {
     ForEachElement<2>([&](int i, int e) { dw[i][e] = crossing[e / 2] - terms.kb_dkb[i][e]; });
     constexpr int kParts = 1 + kTerms;  // as many bits as x has
     AddSums<kParts>(terms.net, true, dw);
     AddSums<kParts>(terms.kh_dkh, false, dw);
+  }
+
+  // Stages dW or adds it up.
+  __device__ void StageDecayGradients(int tile, uint32_t present, const DecaySums& sums,
+                                      Accumulator<2>& dw, ParameterSums& parameters) const {
+    const auto padding = [&](int i, int e) {
+      return (present >> (8 * i + 2 * (lane % 4) + e % 2) & 1) == 0;
+    };
     if constexpr (kConstant) {
       ForEachElement<2>([&](int i, int e) {
         if (!padding(i, e)) parameters.dw[e / 2] += dw[i][e];
@@ -1217,17 +1234,33 @@ struct ChunkGradients {
 
   // --- Epilogue: all threads store what is staged.
 
-  __device__ void StoreInputGradients() const {
-    copier.template ForEachPiece<T>([&](uint32_t from, int64_t element, int row) {
-      if (row >= copier.tokens) return;
-      const auto store = [&](int panel, void* to) {
-        *reinterpret_cast<uint4*>(static_cast<T*>(to) + element) =
-            *reinterpret_cast<const uint4*>(memory + panel + from);
-      };
-      store(L::kR, call.dr);
-      store(L::kKb, call.dk);
-      if constexpr (kHasValues<N> && kTerms == 1) store(L::kDs, call.dv);
-      if constexpr (!kConstant) store(L::kDw, call.dw);
+  // Calls go_on() in between, which may copy to where gradients were: this thread copies to the pieces that it stores.
+  template <typename Fn>
+  __device__ void StoreInputGradients(Fn&& go_on) const {
+    const auto from = copier;
+    uint4 staged[kChunkTokens * 8 * kTerms / kThreads][4];
+    // Calls fn(piece, panel, array) for each gradient.
+    const auto for_each = [&](uint4(&pieces)[4], auto&& fn) {
+      fn(pieces[0], L::kR, call.dr);
+      fn(pieces[1], L::kKb, call.dk);
+      if constexpr (kHasValues<N> && kTerms == 1) fn(pieces[2], L::kDs, call.dv);
+      if constexpr (!kConstant) fn(pieces[3], L::kDw, call.dw);
+    };
+    int index = 0;
+    from.template ForEachPiece<T>([&](uint32_t at, int64_t, int) {
+      for_each(staged[index++], [&](uint4& piece, int panel, void*) {
+        piece = *reinterpret_cast<const uint4*>(memory + panel + at);
+      });
+    });
+    go_on();
+    index = 0;
+    from.template ForEachPiece<T>([&](uint32_t, int64_t element, int row) {
+      uint4(&pieces)[4] = staged[index++];
+      if (row < from.tokens)
+        for_each(pieces, [&](const uint4& piece, int, void* to) {
+          // An array of uint4, or else nvcc would store word by word.
+          static_cast<uint4*>(to)[element * sizeof(T) / sizeof(uint4)] = piece;
+        });
     });
   }
 
@@ -1240,17 +1273,20 @@ struct ChunkGradients {
     });
   }
 
-  // The gradients of a tile from the sums of state and token products.
+  // The gradients of a tile from the sums of state and token products. That of the log decays comes first: there are
+  // no registers for its terms while there are sums of log decays.
   __device__ void FinishTile(int tile, bool far, const float (&factors)[2],
                              TileGradients& gradients, ParameterSums& parameters) const {
     const RowMarks marks = MarksOf(tile);
     DecaySums sums;
     TileInputs inputs;
+    Accumulator<2> dw;
     DecayTerms terms;
-    SumByChannel(decays, tile, warp, marks.present, sums);
     DecayProducts(tile, far, gradients, inputs, terms);
+    DecayGradients(gradients.crossing, terms, dw);
+    SumByChannel(decays, tile, warp, marks.present, sums);
+    StageDecayGradients(tile, marks.present, sums, dw, parameters);
     InputGradients(tile, far, marks, factors, sums, inputs, gradients, parameters);
-    DecayGradients(tile, gradients.crossing, sums, terms, parameters);
   }
 
   // Stores a partial sum as number `index` of those of 64 channels.
@@ -1268,10 +1304,10 @@ struct ChunkGradients {
   }
 };
 
-// From the gradients of near tiles to the stored gradients of the inputs.
-template <typename T, int N, bool kConstant, bool kMarked>
+// From the gradients of near tiles to the stored gradients of the inputs. Calls go_on() as StoreInputGradients.
+template <typename T, int N, bool kConstant, bool kMarked, typename Fn>
 __device__ void FinishChunk(const ChunkGradients<T, N, kConstant, kMarked>& phases,
-                            ParameterSums& parameters) {
+                            ParameterSums& parameters, Fn&& go_on) {
   const int first_tile = phases.FirstTile();
 #pragma unroll 1
   for (int tile = first_tile; tile < first_tile + kTilesPerWarpgroup; ++tile)
@@ -1279,13 +1315,14 @@ __device__ void FinishChunk(const ChunkGradients<T, N, kConstant, kMarked>& phas
 
   phases.AddParameterSums(parameters);
   WaitForAll<T>(kGradientsStaged);
-  phases.StoreInputGradients();
+  phases.StoreInputGradients(go_on);
 }
 
-// Heads of 64: the gradients of a chunk whose operands are on their way, and dS before it.
+// Heads of 64: the gradients of a chunk whose operands are on their way, and dS before it. If there are more chunks,
+// goes on to the one before this one.
 template <typename T, bool kConstant, bool kMarked>
-__device__ __forceinline__ void GoThroughChunk(
-    const ChunkGradients<T, 64, kConstant, kMarked>& phases, bool more) {
+__device__ __forceinline__ void GoThroughChunk(ChunkGradients<T, 64, kConstant, kMarked>& phases,
+                                               bool more) {
   using L = GradientLayout<T, 64>;
   constexpr bool kThree = kTermsOf<T> > 1;
   phases.WaitForOperands();
@@ -1350,7 +1387,11 @@ __device__ __forceinline__ void GoThroughChunk(
     if (kThree && own == 0) WaitForAll<T>(kOperandsTaken);
     phases.FinishTile(tile, far, factors, gradients, parameters);
   }
-  FinishChunk(phases, parameters);
+  FinishChunk(phases, parameters, [&] {
+    if (!more) return;
+    phases.GoBack();
+    phases.LoadOperands();
+  });
 }
 
 // dS after a split, and dS before all tokens.
@@ -1431,12 +1472,7 @@ __global__ __launch_bounds__(
     phases.KeepCarried(start[0]);
   }
 #pragma unroll 1
-  for (int left = split.chunks; left > 0; --left) {
-    GoThroughChunk(phases, left > 1);
-    if (left == 1) break;
-    phases.GoBack();
-    phases.LoadOperands();
-  }
+  for (int left = split.chunks; left > 0; --left) GoThroughChunk(phases, left > 1);
 
   if (!kThree && phases.warpgroup == 0 && split.Last()) {
     StateAccumulator<N>::State end;
@@ -1522,7 +1558,7 @@ __global__ __launch_bounds__(kThreads, 2) void ChunkGradientKernel(
     phases.AddTokenGradients(tile, far, gradients[own]);
     phases.FinishTile(tile, far, factors, gradients[own], parameters);
   }
-  FinishChunk(phases, parameters);
+  FinishChunk(phases, parameters, [] {});
   phases.StoreParameterGradients(blockIdx.x);
 }
 

@@ -213,14 +213,15 @@ struct OutputPhases {
       LoadTile<T>(k_panel, warp, column, k);
       AddBonus<T>(r, k, [&](int j) { return bonuses[8 * column + j / 2 * 4 + Lane() % 4]; }, bonus);
       Left scaled_r[kTerms], scaled_k[kTerms], x[kTerms];
-      ScaleTile<T>(k, [&](int i, int j) { return Exp2(sums.ToEnd<T>(i, j, total[i][j % 2])); }, x);
-      if (clears) KeepRowsBetween(raw.marks.LastCleared(), kTileTokens, x);
-      StoreTile(k_panel, warp, column, x);
       ScaleTile<T>(k, [&](int i, int j) { return Exp2(-sums.upto[i][j]); }, scaled_k);
       ScaleTile<T>(r, [&](int i, int j) { return Exp2(sums.before[i][j]); }, scaled_r);
       AddTokenProducts(a, scaled_r, scaled_k);
       if (clears) KeepRowsBetween(0, raw.marks.FirstCleared(), scaled_r);
       StoreTile(r_panel, warp, column, scaled_r);
+      // Kh comes last, when there are registers for it.
+      ScaleTile<T>(k, [&](int i, int j) { return Exp2(sums.ToEnd<T>(i, j, total[i][j % 2])); }, x);
+      if (clears) KeepRowsBetween(raw.marks.LastCleared(), kTileTokens, x);
+      StoreTile(k_panel, warp, column, x);
     }
     if (__any_sync(~0u, far)) MultiplyByHalves(decays, warp, raw, 0, kColumnTiles, a);
     StoreScores<T, kReverse>(raw.marks, bonus, a, Scores(warp, panel));
