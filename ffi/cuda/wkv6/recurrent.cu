@@ -579,7 +579,7 @@ cudaError_t Wkv6Forward(cudaStream_t stream, const Wkv6ForwardCall& call) {
     };
     if (call.dims.tokens == 1 && !call.marks.Given() && !call.sequences.Given())
       return launch(std::integral_constant<int, 1>(), std::false_type());
-    return ForMarks<kApart<T>>(call.marks, [&](auto marked) {
+    return ForMarks(call.marks, [&](auto marked) {
       return launch(std::integral_constant<int, kGroupTokens>(), marked);
     });
   });
