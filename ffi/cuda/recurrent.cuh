@@ -5,7 +5,6 @@
 #include <cuda_bf16.h>
 
 #include <cstdint>
-#include <type_traits>
 
 #include "kernel_choice.cuh"
 #include "splits.h"
@@ -21,10 +20,6 @@ cudaError_t ForFloatOrHalf(Dtype dtype, int64_t head_size, Fn&& fn) {
   if (dtype == Dtype::kF32) return ForHeadSize<16, 32, 64, 128>(head_size, 0.0f, fn);
   return ForHeadSize<16, 32, 64, 128>(head_size, AnyHalf(), fn);
 }
-
-// Whether calls without marks have kernels apart from those with marks.
-template <typename T>
-constexpr bool kApart = std::is_same_v<T, float>;
 
 // Where one head of a sequence lies in arrays [B, T, H, N] and [S, H, N, N].
 template <int N>

@@ -648,7 +648,7 @@ cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call, cons
   return ForFloatOrHalf(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
     using T = decltype(zero);
     constexpr int N = size();
-    return ForMarks<kApart<T>>(call.marks, [&](auto marked) {
+    return ForMarks<std::is_same_v<T, float>>(call.marks, [&](auto marked) {
       return ForHeads(heads, scratch, [&](const ReplayLot& lot, int64_t count) {
         if (scratch.splits > 1 && call.dims.tokens > 0) {
           const cudaError_t error =
