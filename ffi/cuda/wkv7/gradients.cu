@@ -1498,31 +1498,18 @@ class ChunkGradients {
     });
   }
 
-  // Writes rows of a panel, a multiple of 32, to global memory, to an array with heads of `size` channels, after all
-  // warps of this warpgroup have stored their channels there.
+  // Writes rows of a panel to global memory, to an array with heads of `size` channels, after all warps of this
+  // warpgroup have stored their channels there.
   __device__ void WriteRows(uint32_t staged, int first_row, int rows, void* out, int size) const {
-    constexpr int kStepRows = 128 / 8;
-    const int piece = threadIdx.x % 8;
-    // Not unrolled, for then work would move across, for which there are no registers.
-#pragma unroll 1
-    for (int row = first_row + threadIdx.x % 128 / 8; row < first_row + rows;
-         row += 2 * kStepRows) {
-      uint4 words[2][kTerms];
+    for (int i = threadIdx.x % 128 / 8; i < rows; i += 16) {
+      const int row = first_row + i, piece = threadIdx.x % 8;
 #pragma unroll
-      for (int step = 0; step < 2; ++step)
-#pragma unroll
-        for (int term = 0; term < kTerms; ++term)
-          words[step][term] = *reinterpret_cast<const uint4*>(
-              memory + PieceAddress(staged - shared + term * L::kTermBytes, row, piece) +
-              step * kStepRows * kRowBytes);
-#pragma unroll
-      for (int step = 0; step < 2; ++step)
-#pragma unroll
-        for (int term = 0; term < kTerms; ++term)
-          if (row + step * kStepRows < tokens && Has(8 * panel + piece, size))
-            *reinterpret_cast<uint4*>(static_cast<T*>(out) +
-                                      ElementOf(row + step * kStepRows, size) + kPanelCols * panel +
-                                      ColumnOf(piece, term)) = words[step][term];
+      for (int term = 0; term < kTerms; ++term)
+        if (row < tokens && Has(8 * panel + piece, size))
+          *reinterpret_cast<uint4*>(static_cast<T*>(out) + ElementOf(row, size) +
+                                    kPanelCols * panel + ColumnOf(piece, term)) =
+              *reinterpret_cast<const uint4*>(
+                  memory + PieceAddress(staged - shared + term * L::kTermBytes, row, piece));
     }
   }
 
