@@ -83,8 +83,8 @@ def keyed_wkv7(
 
     Results and gradients are those of the two functions. On CUDA GPUs, with bfloat16 or float16,
     heads of 64 channels and 16 tokens or more, the kernels of `wkv7` make k', a and b where they
-    need them, and neither these nor their gradients are ever stored. Anywhere else this is a call of
-    each function.
+    need them, and neither these nor their gradients are ever stored. Anywhere else this is a call
+    of each function.
 
     Args:
       r: the projected receptance, float32, bfloat16 or float16.
