@@ -63,8 +63,8 @@
 //
 // K and V may be less than the N of a kernel, as in scan.cu.
 //
-// Where a block cannot have so much shared memory, it has no Sp and dSh there. It makes their tiles from S0 and dS
-// in global memory wherever it needs them, rounded in the same way (SavedState).
+// Unless kAmple, a block has too little shared memory for Sp and dSh. It makes their tiles from S0 and dS in global
+// memory wherever it needs them, rounded in the same way (SavedState).
 //
 // Phases, and the barrier after each. A panel has 64 channels, a half has 32 tokens. Two warpgroups
 // share a panel; in most phases one has the first half of the tokens, the other the second.
@@ -586,8 +586,8 @@ class ChunkGradients {
   static constexpr int kRowPieces = N / 8;
   static constexpr int kStatePieces = N * kRowPieces;
   static constexpr int kStateSteps = kStatePieces / L::kThreads;
-  struct
-      StatePieces {  // the pieces of S0 and, with kFramed, of dS that a thread has where they are kAmple
+  // With kAmple: the pieces of S0 and, with kFramed, of dS that a thread has.
+  struct StatePieces {
     uint4 s0[kStateSteps][kTerms], ds[kFramed ? kStateSteps : 1][kTerms];
   };
 
