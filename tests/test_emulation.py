@@ -330,7 +330,7 @@ def test_segments_on_matrix_units(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_padding_makes_no_chunk_less_steep(emulated: Emulation, dtype: str) -> None:
-    """A chunk has the same bits however many blocks it is divided among."""
+    """Nor does it matter among how many blocks a chunk that is steep is divided."""
     case, found = Case(2, 64, 1, 64, dtype=dtype, decay="log", regime="near 0"), []
     for multiprocessors in (1, 132):
         emulated.use(Device(multiprocessors))

@@ -356,8 +356,8 @@ struct WarpChannels {
   }
 };
 
-// A state of bfloat16 in global memory, [rows, columns], with a factor for each column unless `factors` is null. As
-// large as an operand it has zeros besides.
+// A state of bfloat16 in global memory, [rows, columns], with a factor for each column unless `factors` is null.
+// Beyond its rows and columns it is 0.
 struct SavedState {
   const uint32_t* pairs;
   const float* factors;
@@ -947,6 +947,7 @@ class ChunkGradients {
   // M, Aak, Qrb and Qrk, shared out among the warpgroups. The warpgroup that inverts a product has
   // no other product.
   __device__ __forceinline__ void TokenProducts() const {
+    // One of M, Aak, Qrb and Qrk, by its number.
     const auto product = [&](int i) {
       const int to = L::kM + i * L::kPanelBytes;
       const int left = i < 2 ? L::kAt : L::kRt, right = i % 2 == 0 ? L::kBh : L::kKh;
@@ -1863,13 +1864,11 @@ __device__ __forceinline__ void RunPhases(const Call& call, const uint4* state_g
 
 // The blocks for which a multiprocessor has shared memory. A single one may have more registers.
 template <typename T, int N>
-constexpr int kBlocks = kAmpleSharedMemory && N == 64 && kTermsOf<T> == 1 ? 2 : 1;
+constexpr int kBlocksPerMultiprocessor = kAmpleSharedMemory && N == 64 && kTermsOf<T> == 1 ? 2 : 1;
 
 template <typename T, int N, bool kMarked, bool kFramed, bool kAmple, typename Call>
-__global__ __launch_bounds__(4 * N,
-                             (kBlocks<T, N>)) void GradientKernel(const __grid_constant__ Call call,
-                                                                  const uint4* state_gradients,
-                                                                  uint32_t* steep) {
+__global__ __launch_bounds__(4 * N, (kBlocksPerMultiprocessor<T, N>)) void GradientKernel(
+    const __grid_constant__ Call call, const uint4* state_gradients, uint32_t* steep) {
   if constexpr (kAmple || !kNeverLessMemory)
     RunPhases<ChunkGradients<T, N, kMarked, kFramed, kAmple, Call>>(call, state_gradients, steep);
   else

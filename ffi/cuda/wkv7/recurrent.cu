@@ -14,6 +14,8 @@
 //   dd_t = sum_v dS * S_{t-1}      dk_t = dS^T v_t      dv_t = dS k_t
 //   db_t = dS^T (S_{t-1} a_t)      da_t = S_{t-1}^T (dS b_t)
 //   dS <- dS diag(d_t) + (dS b_t) a_t^T
+#include <algorithm>
+
 #include "kernel_choice.cuh"
 #include "launch.cuh"
 #include "recurrent.cuh"
@@ -201,6 +203,9 @@ struct Gradients {
 // In large heads a lane has more rows, because registers and shared memory admit no more warps.
 template <int N>
 using BackwardPartition = StatePartition<N, N == 128 ? 8 : 4>;
+// The blocks of BackwardKernel for which it is compiled to fit a multiprocessor.
+template <int N>
+constexpr int kBackwardBlocks = N == 64 ? 2 : 1;
 
 // A state inside a quad, in the order in which threads hold it.
 template <typename G>
@@ -395,10 +400,14 @@ using SteepState = std::conditional_t<std::is_same_v<T, float>, float, __nv_bflo
 // there are few steep chunks. Then all time is latency, most of it that of loading instructions, so loops over
 // tokens are not unrolled.
 template <typename T, int N, bool kMarked, bool kSteep>
-__global__ __launch_bounds__(BackwardPartition<N>::kThreads, N == 64 ? 2 : 1) void BackwardKernel(
-    const __grid_constant__ Vectors<T> inputs, int64_t row_tokens, int64_t heads, Dtype dtype,
-    Decay decay, Marks marks, Sequences sequences, SavedStates states, const float* dfinal_state,
-    const __grid_constant__ Gradients<T> out, bool keeps, ReplayLot lot, SteepChunks steep) {
+__global__ __launch_bounds__(
+    BackwardPartition<N>::kThreads,
+    (kBackwardBlocks<N>)) void BackwardKernel(const __grid_constant__ Vectors<T> inputs,
+                                              int64_t row_tokens, int64_t heads, Dtype dtype,
+                                              Decay decay, Marks marks, Sequences sequences,
+                                              SavedStates states, const float* dfinal_state,
+                                              const __grid_constant__ Gradients<T> out, bool keeps,
+                                              ReplayLot lot, SteepChunks steep) {
   using G = BackwardPartition<N>;
   static_assert(kReplayTokens * N <= 4 * G::kThreads);
   static_assert(kReplayTokens == 4, "S_0, S_1 and S_2 are kept or reloaded, S_3 is in registers");
@@ -670,9 +679,9 @@ cudaError_t Wkv7SteepChunks(cudaStream_t stream, const Wkv7BackwardCall& call, c
                             const uint32_t* steep) {
   if (scratch.heads == 0) return cudaSuccess;
   const auto launch = [&](auto zero, auto size) {
-    const int64_t resident = (size() == 64 ? 2 : 1) * device.multiprocessors;
+    const int64_t resident = kBackwardBlocks<size()> * device.multiprocessors;
     return LaunchBackward<decltype(zero), size(), true, true>(
-        stream, call, device, {0, scratch}, resident < scratch.heads ? resident : scratch.heads,
+        stream, call, device, {0, scratch}, std::min(resident, scratch.heads),
         {steep, gradients, static_cast<int>(call.dims.head_size),
          static_cast<int>(call.dims.value_size)});
   };
