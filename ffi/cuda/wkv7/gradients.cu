@@ -1062,6 +1062,7 @@ class ChunkGradients {
     Product<L, true, kChunkTiles>(warp, dv, Down{OwnPanel(L::kDy)}, Down{At(L::kQrk)});
     Product<L, true>(dv, rounded, Down{At(L::kAak)});
     Finish(dv);
+    PublishOperands();
     WaitForValues();
 
     const uint32_t staged = At(panel == 0 ? L::kM : L::kAak);
@@ -1437,10 +1438,7 @@ class ChunkGradients {
 
   __device__ void WaitForWarpgroup() const { Synchronize(B::kWarpgroup + group, 128); }
   __device__ void WaitForHalf() const { Synchronize(B::kHalf + half, 128 * L::kPanels); }
-  __device__ void WaitForValues() const {
-    PublishOperands();
-    Synchronize(B::kValues, L::kThreads);
-  }
+  __device__ void WaitForValues() const { Synchronize(B::kValues, L::kThreads); }
 
   // Of a keyed call: the chunk of this block among those of all rows, the first channel of its head, and
   // where the parameter number i of wkv7_keys begins.
@@ -1847,10 +1845,10 @@ __device__ __forceinline__ void RunPhases(const Call& call, const uint4* state_g
   if (gradients.HasValues()) {
     gradients.Values();
     gradients.TriangleGradients();
+    PublishOperands();
   } else {
     gradients.ValueGradients();
   }
-  PublishOperands();
   __syncthreads();
 
   DecayTerms terms;
