@@ -815,12 +815,12 @@ class ChunkGradients {
 #pragma unroll
     for (int tile = 0; tile < kHalfTiles; ++tile) {
       float e[2][4];
-      const auto store_scaled = [&](int offset, Left(&x)[kTerms]) {
-        if constexpr (!kFloat) Scale<T>(e, x[0]);
-        OwnChannels(offset).Store(FirstTile() + tile, x);
+      // Those of a tile are loaded before any is scaled. Floats are loaded when they are.
+      Left b[kTerms], k[kTerms], r[kTerms], a[kTerms];
+      const auto load = [&](int offset, Left(&x)[kTerms]) {
+        if constexpr (!kFloat) OwnChannels(offset).Load(FirstTile() + tile, x);
       };
-      const auto scale = [&](int offset) {
-        Left x[kTerms];
+      const auto scale = [&](int offset, Left(&x)[kTerms]) {
         if constexpr (kFloat) {
           float floats[2][4];
           OwnChannels(offset).LoadFloats(FirstTile() + tile, floats);
@@ -828,38 +828,34 @@ class ChunkGradients {
           Round(floats[0], floats[1], x);
           __syncwarp();  // all lanes have read what others overwrite
         } else {
-          OwnChannels(offset).Load(FirstTile() + tile, x);
+          Scale<T>(e, x[0]);
         }
-        store_scaled(offset, x);
+        OwnChannels(offset).Store(FirstTile() + tile, x);
       };
       const auto set = [&](auto value) {
         ForEachElement<2>([&](int i, int j) { e[i][j] = value(i, j); });
       };
-      set([&](int i, int j) { return Exp2(writes[2 * tile + i][j]); });
-      Left a[kTerms];  // of a keyed call
-      if constexpr (kKeyed) {
-        Left k[1], b[1];
+      if constexpr (kKeyed)
         MakeTileKeys(tile, k[0], a[0], b[0]);
-        store_scaled(L::kBh, b);
-        store_scaled(L::kKh, k);
-      } else {
-        scale(L::kBh);
-        scale(L::kKh);
-      }
+      else
+        load(L::kBh, b), load(L::kKh, k), load(L::kAt, a);
+      load(L::kRt, r);
+      set([&](int i, int j) { return Exp2(writes[2 * tile + i][j]); });
+      scale(L::kBh, b);
+      scale(L::kKh, k);
       set([&](int i, int j) { return Exp2(-writes[2 * tile + i][j]); });
-      scale(L::kRt);
+      scale(L::kRt, r);
       set([&](int i, int j) { return writes[2 * tile + i][j]; });
 #pragma unroll
       for (int i = 0; i < 2; ++i) AddLogDecays(e[i], decays.log_decays[tile], itself, i);
       set([&](int i, int j) { return Exp2(-e[i][j]); });
-      if constexpr (kKeyed)
-        store_scaled(L::kAt, a);
-      else
-        scale(L::kAt);
+      scale(L::kAt, a);
       if constexpr (!kBf16) {
         set([](int, int) { return 1.0f; });
-        scale(L::kV);
-        scale(L::kDy);
+        load(L::kV, r);
+        scale(L::kV, r);
+        load(L::kDy, r);
+        scale(L::kDy, r);
       }
     }
     if (kFramed && frames == Frames::kHalves) BringToOtherFrame();
