@@ -30,6 +30,11 @@ __device__ inline void Synchronize(int barrier, int threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+// Counts as coming to a named barrier, and does not wait there.
+__device__ inline void Arrive(int barrier, int threads) {
+  asm volatile("barrier.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 // x, of which the compiler knows nothing: what follows from it is computed where it is needed, and not kept in
 // registers from before a loop.
 __device__ inline int Opaque(int x) {

@@ -67,7 +67,8 @@
 // memory wherever it needs them, rounded in the same way (SavedState).
 //
 // Phases, and the barrier after each. A panel has 64 channels, a half has 32 tokens. Two warpgroups
-// share a panel; in most phases one has the first half of the tokens, the other the second.
+// share a panel; in most phases one has the first half of the tokens, the other the second. Half 1 waits at AakRead
+// before it stages dV; half 0 waits in TriangleGradients for what half 1 tells there.
 //
 //   phase              computes             warpgroups          barrier, and what it is for
 //   LoadChunk          starts all copies    all                 block: w has been copied
@@ -76,13 +77,13 @@
 //   ScaleOperands      c, At Rt Bh Kh       panel x half
 //   ScaleState         Sp dSh               all                 block: operands are scaled
 //   TokenProducts      M Aak Qrb Qrk        one product each    block: products are stored
-//   Values             Z U                  half 0              half: U of all panels is stored
-//   ValueGradients     dU dZ dV             half 1
-//   TriangleGradients  dQrb dQrk            half 0              values: dZ is stored, and Qrb, Qrk,
-//                                                                 M and Aak have been read
-//   ValueGradients     stages dV in M, Aak  half 1              warpgroup: dV is staged
-//   TriangleGradients  dAab dAak            half 0              values: dV has left M and Aak
-//                                                               block: triangles are stored
+//   Values             Z U                  half 0              AakRead: Aak has been read
+//                                                               half: U of all panels is stored
+//   ValueGradients     dU dZ dV             half 1              DzStored: dZ is stored, and Qrb and M have been read
+//                                                               QrkRead: so has Qrk (with one panel)
+//                      stages dV in Aak, Qrk                    warpgroup: dV is staged
+//                                                               DvOut: dV has left Aak and Qrk
+//   TriangleGradients  dQrb dAab dQrk dAak  half 0              block: triangles are stored
 //   KeyGradients       dB dK                panel x half        half: U and V have been read
 //                                                               warpgroup: dB and dK are staged
 //   QueryGradients     dR dA                panel x half        half: dY and dZ have been read
@@ -150,11 +151,11 @@ struct GradientLayout {
   static constexpr int kDz = kU + kTokenBytes;   // w, of halves LastFrameRows, dZ, da
   static constexpr int kSp = kDz + kTokenBytes;  // Sp
   static constexpr int kDs = kSp + kStateBytes;  // dS or dSh
-  // Key factors, Aab, M, dv of the first panel, dAab.
+  // Key factors, Aab, M, dAab.
   static constexpr int kM = kDs + kStateBytes;
-  static constexpr int kAak = kM + kPanelBytes;    // Aak, dv of the second panel, dAak
+  static constexpr int kAak = kM + kPanelBytes;    // Aak, dv of the first panel, dAak
   static constexpr int kQrb = kAak + kPanelBytes;  // Qrb, dQrb
-  static constexpr int kQrk = kQrb + kPanelBytes;  // Qrk, dQrk
+  static constexpr int kQrk = kQrb + kPanelBytes;  // Qrk, dv of the second panel, dQrk
   static constexpr int kTermBytes = kQrk + kPanelBytes;
   // Of halves Rt in the first frame, until Qrb and Qrk are stored.
   static constexpr int kFirstRt = kTermBytes - kTokenBytes;
@@ -171,7 +172,11 @@ struct GradientBarriers {
   enum NamedBarrier : int {
     kWarpgroup = 1,                   // + the warpgroup: its 128 threads
     kHalf = kWarpgroup + L::kGroups,  // + the half: its warpgroups of all panels
-    kValues = kHalf + 2,              // all threads, which wait at it in different phases
+    // At these one half waits for the other, which goes on.
+    kDzStored = kHalf + 2,
+    kAakRead,
+    kQrkRead,
+    kDvOut,
   };
 };
 
@@ -580,6 +585,8 @@ class ChunkGradients {
   // Whether heads have no other K and V than N.
   static constexpr bool kFilled = !kMarked || kKeyed || kFloat;
   static constexpr int kTiles = N / kTileTokens;
+  static constexpr bool kOnePanel = L::kPanels == 1;
+  static constexpr int kDvThreads = 128 * (L::kPanels + 1);  // that write dV, and wait for it
   static constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
   // A piece is 8 columns, 16 bytes of each term.
   static constexpr int kRowPieces = N / 8;
@@ -982,6 +989,7 @@ class ChunkGradients {
     }
     Product<L, true, kChunkTiles>(warp, z, Down{OwnPanel(L::kV)}, Along{At(L::kAak)});
     Finish(z);
+    Arrive(B::kAakRead, L::kThreads);
     RoundPanel(z, rounded);
     Product<L, false>(u, rounded, Along{At(L::kM)});
     Finish(u);
@@ -1000,33 +1008,29 @@ class ChunkGradients {
     if (has_b) Product<L, false, kTiles>(warp, dqrb, AllChannels(L::kDy), AllChannels(L::kU));
     if (has_k) Product<L, false, kTiles>(warp, dqrk, AllChannels(L::kDy), AllChannels(L::kV));
     WaitForProducts<0>();
-    WaitForValues();  // until half 1 has stored dZ, and needs the triangles no longer
+    Synchronize(B::kDzStored, L::kThreads);
 
     Accumulator<8> daab, daak;
     if (has_b) {
       Settle(dqrb);
       StoreLower<L>(warp, At(L::kQrb), true, LoadMarks(), dqrb);
       Product<L, false, kTiles>(warp, daab, AllChannels(L::kDz), AllChannels(L::kU));
-    }
-    if (has_k) {
-      Settle(dqrk);
-      StoreLower<L>(warp, At(L::kQrk), true, LoadMarks(), dqrk);
-      Product<L, false, kTiles>(warp, daak, AllChannels(L::kDz), AllChannels(L::kV));
-    }
-    WaitForProducts<0>();
-    WaitForValues();  // until dV has left the panels of M and Aak
-    if (has_b) {
-      Settle(daab);
+      Finish(daab);
       StoreLower<L>(warp, At(L::kM), false, LoadMarks(), daab);
     }
     if (has_k) {
-      Settle(daak);
+      Settle(dqrk);
+      Product<L, false, kTiles>(warp, daak, AllChannels(L::kDz), AllChannels(L::kV));
+      Synchronize(kOnePanel ? B::kQrkRead : B::kDvOut, kDvThreads);
+      StoreLower<L>(warp, At(L::kQrk), true, LoadMarks(), dqrk);
+      Finish(daak);
+      if (kOnePanel) Synchronize(B::kDvOut, kDvThreads);
       StoreLower<L>(warp, At(L::kAak), false, LoadMarks(), daak);
     }
   }
 
   // dU^T, dZ^T and dV^T of the channels of this panel; half 1. dZ is left in shared memory, dV goes
-  // out by way of the panel of M or Aak.
+  // out by way of the panel of Aak or Qrk.
   __device__ __forceinline__ void ValueGradients() const {
     Accumulator<8> du, dz, dv;
     Left rounded[kChunkTiles][kTerms];
@@ -1045,7 +1049,14 @@ class ChunkGradients {
     Product<L, false>(dz, rounded, Down{At(L::kM)});
     Finish(dz);
     const bool halves = kFramed && frames == Frames::kHalves;
-    if (!halves) OwnChannels(L::kDz).template StoreSum<__nv_bfloat16>(0, dz);
+    const auto announce = [] {
+      PublishOperands();
+      Arrive(B::kDzStored, L::kThreads);
+    };
+    if (!halves) {
+      OwnChannels(L::kDz).template StoreSum<__nv_bfloat16>(0, dz);
+      announce();
+    }
     RoundPanel(dz, rounded);
     ChannelProduct<false>(dv, GradientRows(), AllChannels(L::kKh), kChunkTiles - 1, GradientRows(),
                           LastFrameRows(L::kKh, 0));
@@ -1053,19 +1064,20 @@ class ChunkGradients {
       WaitForHalf();  // until LastFrameRows have been read
 #pragma unroll
       for (int tile = 0; tile < kChunkTiles; ++tile) OwnChannels(L::kDz).Store(tile, rounded[tile]);
+      announce();
     }
     keep_last_segment(dv);
     Product<L, true, kChunkTiles>(warp, dv, Down{OwnPanel(L::kDy)}, Down{At(L::kQrk)});
     Product<L, true>(dv, rounded, Down{At(L::kAak)});
     Finish(dv);
-    PublishOperands();
-    WaitForValues();
+    if (kOnePanel) Arrive(B::kQrkRead, kDvThreads);
+    Synchronize(B::kAakRead, L::kThreads);
 
-    const uint32_t staged = At(panel == 0 ? L::kM : L::kAak);
+    const uint32_t staged = At(panel == 0 ? L::kAak : L::kQrk);
     Channels{staged, warp}.template StoreSum<T>(0, dv);
     WaitForWarpgroup();
     WriteRows(staged, 0, kChunkTokens, call.dv, ValueSize());
-    WaitForValues();
+    Arrive(B::kDvOut, kDvThreads);
   }
 
   // dB and dK of this panel and half, and their terms of the decays.
@@ -1434,7 +1446,6 @@ class ChunkGradients {
 
   __device__ void WaitForWarpgroup() const { Synchronize(B::kWarpgroup + group, 128); }
   __device__ void WaitForHalf() const { Synchronize(B::kHalf + half, 128 * L::kPanels); }
-  __device__ void WaitForValues() const { Synchronize(B::kValues, L::kThreads); }
 
   // Of a keyed call: the chunk of this block among those of all rows, the first channel of its head, and
   // where the parameter number i of wkv7_keys begins.

@@ -260,8 +260,7 @@ inline void WaitUntil(std::function<bool()> ready) {
   Suspend();
 }
 
-inline bool Arrive(Barrier& barrier, unsigned count, bool value = true) {
-  const unsigned generation = barrier.generation;
+inline void Count(Barrier& barrier, unsigned count, bool value = true) {
   barrier.all = barrier.all && value;
   if (++barrier.arrived == count) {
     barrier.result = barrier.all;
@@ -269,6 +268,11 @@ inline bool Arrive(Barrier& barrier, unsigned count, bool value = true) {
     barrier.arrived = 0;
     ++barrier.generation;
   }
+}
+
+inline bool Arrive(Barrier& barrier, unsigned count, bool value = true) {
+  const unsigned generation = barrier.generation;
+  Count(barrier, count, value);
   WaitUntil([&barrier, generation] { return barrier.generation != generation; });
   return barrier.result;
 }
@@ -585,6 +589,10 @@ inline uint32_t SharedAddress(const void* pointer) {
 
 inline void Synchronize(int number, int threads) {
   emulation::Arrive(emulation::barriers[number], threads);
+}
+
+inline void Arrive(int number, int threads) {
+  emulation::Count(emulation::barriers[number], threads);
 }
 
 inline int Opaque(int x) { return x; }
