@@ -14,6 +14,11 @@ __device__ inline void InitBarrier(uint32_t barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
+// The memory of a barrier may then hold other things.
+__device__ inline void InvalidateBarrier(uint32_t barrier) {
+  asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // Makes new barriers known to the other block and to the copies.
 __device__ inline void PublishBarriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

@@ -96,9 +96,17 @@
 // written: the phase makes of them what the backward pass of wkv7_keys would. In such a call a, b and k are
 // not copied either: ScaleOperands makes them, as wkv7_keys does (layers/wkv7_keys.cu), from the projected k
 // and the rate.
+#include <algorithm>
+#include <limits>
+
 #include "kernel_choice.cuh"
 #include "launch.cuh"
 #include "wkv7/kernels.h"
+#ifndef RWKV_JAX_EMULATION
+#include "current_device.h"
+#include "hopper.cuh"
+#include "tensor_map.h"
+#endif
 #include "wkv7/inverse.cuh"
 #include "wkv7/keys.cuh"
 
@@ -570,10 +578,30 @@ struct DecayTerms {
   float written[2] = {};       // dS * S_L, summed over some of the rows of the state
 };
 
+// What code for 9.0a needs to copy the rows of a chunk as boxes, of calls that most models have. Other code, calls and
+// chunks of fewer tokens have copies of threads.
+struct NoRowMaps {};
+#ifdef RWKV_JAX_EMULATION
+template <typename T, bool kMarked, bool kFramed, bool kAmple, typename Call>
+using RowMapsOf = NoRowMaps;
+#else
+struct RowMaps {
+  bool made;
+  CUtensorMap w, r, k, v, a, b, dy, ds;  // boxes of 64 rows, or of all rows of a state
+  CUtensorMap pairs[2][2];  // of db and dk, and of dr and da; boxes of the rows of a half
+};
+template <typename T, bool kMarked, bool kFramed, bool kAmple, typename Call>
+using RowMapsOf = std::conditional_t<kTermsOf<T> == 1 && !kMarked && !kFramed && kAmple &&
+                                         std::is_same_v<Call, Wkv7BackwardCall>,
+                                     RowMaps, NoRowMaps>;
+#endif
+
 // The phases, and what a thread knows of its place in the block.
 template <typename T, int N, bool kMarked, bool kFramed, bool kAmple, typename Call>
 class ChunkGradients {
  public:
+  using Maps = RowMapsOf<T, kMarked, kFramed, kAmple, Call>;
+  static constexpr bool kHasMaps = RWKV_JAX_WARPGROUP_PRODUCTS && !std::is_same_v<Maps, NoRowMaps>;
   static constexpr bool kKeyed = std::is_same_v<Call, Wkv7KeyedBackwardCall>;
   using L = GradientLayout<T, N, kAmple>;
   using B = GradientBarriers<L>;
@@ -597,8 +625,10 @@ class ChunkGradients {
     uint4 s0[kStateSteps][kTerms], ds[kFramed ? kStateSteps : 1][kTerms];
   };
 
-  __device__ ChunkGradients(const Call& call, const uint4* state_gradients, unsigned char* memory)
+  __device__ ChunkGradients(const Call& call, const Maps& maps, const uint4* state_gradients,
+                            unsigned char* memory)
       : call(call),
+        maps(maps),
         state_gradients(state_gradients),
         memory(memory),
         shared(SharedAddress(memory)),
@@ -626,12 +656,22 @@ class ChunkGradients {
     first = (span.first_token + first_token) * stride + head * kUnit;
     const int64_t left_tokens = span.tokens - first_token;
     tokens = static_cast<int>(left_tokens < kChunkTokens ? left_tokens : kChunkTokens);
+    if constexpr (kHasMaps) {
+      map_row = static_cast<int>(span.first_token + first_token);
+      map_column = static_cast<int>(head * N);
+    }
     return true;
   }
 
   // Starts the copies of the chunk in three groups: w, then what the decays scale, then the rest.
   // A state comes in registers if it is scaled before it is stored.
   __device__ __forceinline__ void LoadChunk(StatePieces& state) const {
+    if constexpr (kHasMaps)
+      if (HasBoxes()) {
+        LoadBoxes();
+        LoadStates(state);
+        return;
+      }
     const uint64_t absent = LoadMarks().absent;
     const auto copy = [&](int to, const void* from, int size) {
 #pragma unroll
@@ -665,6 +705,38 @@ class ChunkGradients {
     CommitCopies();
   }
 
+  // LoadChunk with boxes: w, what the decays scale, and the rest with dS, each with a barrier of its own.
+  __device__ __forceinline__ void LoadBoxes() const {
+#if RWKV_JAX_WARPGROUP_PRODUCTS
+    if (threadIdx.x == 0) {
+#pragma unroll
+      for (int i = 0; i < 3; ++i) hopper::InitBarrier(BoxBarrier(i), 1);
+      hopper::PublishBarriers();
+      const auto copy = [&](int barrier, int to, const CUtensorMap& map) {
+#pragma unroll
+        for (int i = 0; i < L::kPanels; ++i)
+          hopper::CopyBox(At(to + i * L::kPanelBytes), &map, BoxBarrier(barrier),
+                          map_column + i * kPanelCols, map_row);
+      };
+      hopper::ExpectBytes(BoxBarrier(0), L::kTokenBytes);
+      copy(0, L::kDz, maps.w);
+      hopper::ExpectBytes(BoxBarrier(1), 4 * L::kTokenBytes);
+      copy(1, L::kBh, maps.b);
+      copy(1, L::kKh, maps.k);
+      copy(1, L::kRt, maps.r);
+      copy(1, L::kAt, maps.a);
+      hopper::ExpectBytes(BoxBarrier(2), 2 * L::kTokenBytes + L::kStateBytes);
+      copy(2, L::kV, maps.v);
+      copy(2, L::kDy, maps.dy);
+#pragma unroll
+      for (int i = 0; i < L::kPanels; ++i)
+        hopper::CopyBox(At(L::kDs + i * L::kStatePanelBytes), &maps.ds, BoxBarrier(2),
+                        i * kPanelCols, blockIdx.x * N);
+    }
+    __syncthreads();  // the barriers are there
+#endif
+  }
+
   // What LoadChunk does for the states.
   __device__ __forceinline__ void LoadStates(StatePieces& state) const {
     if constexpr (!kAmple) {
@@ -692,14 +764,37 @@ class ChunkGradients {
         }
         if constexpr (kFramed) state.ds[i][term] = state_gradients[at];
       }
-      if constexpr (!kFramed)
+      if (!kFramed && !HasBoxes())
         CopyAsync(StatePiece(shared + L::kDs, i), state_gradients + index + i * L::kThreads, true);
     }
   }
 
-  // Waits until w has been copied; then until the operands that the decays scale have been.
-  __device__ __forceinline__ void WaitForDecays() const { WaitForCopies<kBf16 ? 2 : 1>(); }
-  __device__ __forceinline__ void WaitForScaledOperands() const { WaitForCopies<kBf16 ? 1 : 0>(); }
+  // Waits until w has been copied; until the operands that the decays scale have been, by this thread or all; and
+  // until all has been.
+  __device__ __forceinline__ void WaitForDecays() const {
+    if (WaitForBoxes(0)) return;
+    WaitForCopies<kBf16 ? 2 : 1>();
+    __syncthreads();
+  }
+  __device__ __forceinline__ void WaitForScaledOperands() const {
+    if (WaitForBoxes(1)) {
+      if constexpr (!kBf16) WaitForBoxes(2);
+    } else {
+      WaitForCopies<kBf16 ? 1 : 0>();
+    }
+  }
+  __device__ __forceinline__ void WaitForChunk() const {
+    if (!WaitForBoxes(2)) WaitForCopies<0>();
+  }
+
+  // All threads have waited at the barriers of LoadBoxes.
+  __device__ __forceinline__ void ForgetBoxBarriers() const {
+#if RWKV_JAX_WARPGROUP_PRODUCTS
+    if (HasBoxes() && threadIdx.x == 0)
+#pragma unroll
+      for (int i = 0; i < 3; ++i) hopper::InvalidateBarrier(BoxBarrier(i));
+#endif
+  }
 
   // c - G of the tokens of this half, so far without the later half, or without a bound without c and the later
   // tile; and what the first rows of Sums have. Sums are products with ones, in float16.
@@ -1076,7 +1171,7 @@ class ChunkGradients {
     const uint32_t staged = At(panel == 0 ? L::kAak : L::kQrk);
     Channels{staged, warp}.template StoreSum<T>(0, dv);
     WaitForWarpgroup();
-    WriteRows(staged, 0, kChunkTokens, call.dv, ValueSize());
+    WriteRows<kChunkTokens>(staged, 0, call.dv, ValueSize(), tokens == kChunkTokens);
     Arrive(B::kDvOut, kDvThreads);
   }
 
@@ -1113,7 +1208,7 @@ class ChunkGradients {
       const float factor = Exp2(decays.writes[fragment][e]);
       pair[0][fragment][e] *= factor, pair[1][fragment][e] *= factor;
     });
-    WritePair(pair, L::kU, call.db, L::kV, call.dk);
+    WritePair<0>(pair, L::kU, call.db, L::kV, call.dk);
   }
 
   // dR and dA of this panel and half, and their terms of the decays.
@@ -1144,6 +1239,8 @@ class ChunkGradients {
       terms.own_reads[fragment][e] = low * pair[1][fragment][e];
       terms.own_reads[fragment][e + 1] = high * pair[1][fragment][e + 1];
     });
+    // 0, which nvcc does not know. Else it would keep what SumLogDecays has made of w, in more registers.
+    const uint32_t zero = stride >> 31;
     const auto scale = [&](auto form) {
       ForEachElement<kHalfFragments>([&](int fragment, int e) {
         const auto& two = decays.raw_w[fragment / 2][fragment % 2 + e / 2 * 2];
@@ -1151,7 +1248,7 @@ class ChunkGradients {
         if constexpr (kFloat)
           w = two[e % 2];
         else
-          w = e % 2 ? Pair<T>::High(two) : Pair<T>::Low(two);
+          w = e % 2 ? Pair<T>::High(two ^ zero) : Pair<T>::Low(two ^ zero);
         const float2 own = Log2DecayAndSlope<decltype(form)::value>(w, kLeastLog2);
         const float writes = decays.writes[fragment][e];
         terms.slope[fragment][e] = own.y;
@@ -1166,7 +1263,7 @@ class ChunkGradients {
       scale(std::integral_constant<Decay, Decay::kExp>());
     else
       scale(std::integral_constant<Decay, Decay::kLog>());
-    WritePair(pair, L::kDy, call.dr, L::kDz, call.da);
+    WritePair<1>(pair, L::kDy, call.dr, L::kDz, call.da);
   }
 
   // dw of this panel and half.
@@ -1215,7 +1312,11 @@ class ChunkGradients {
     }
     OwnChannels(L::kAt).template StoreSum<T>(FirstTile(), reads);
     __syncthreads();
-    WriteRows(OwnPanel(L::kAt), half * kHalfTokens, kHalfTokens, call.dw, KeySize());
+    WriteRows<kHalfTokens>(OwnPanel(L::kAt), half * kHalfTokens, call.dw, KeySize(),
+                           tokens == kChunkTokens);
+#if RWKV_JAX_WARPGROUP_PRODUCTS
+    if constexpr (kHasMaps) hopper::AwaitReads<0>();
+#endif
   }
 
   // Lets L2 fetch what KeysGradients will read, of which it may still have k and the rate. Without this, nvcc
@@ -1307,6 +1408,24 @@ class ChunkGradients {
     return kFilled ? at : at * size;
   }
   __device__ float* Sums() const { return reinterpret_cast<float*>(memory + L::kSums); }
+  // Whether rows are copied as boxes.
+  __device__ bool HasBoxes() const {
+    if constexpr (kHasMaps)
+      return maps.made && tokens == kChunkTokens;
+    else
+      return false;
+  }
+  // The barriers of LoadBoxes, where LaterReads will be.
+  __device__ uint32_t BoxBarrier(int i) const {
+    return At(L::kSums + 3 * N * static_cast<int>(sizeof(float)) + 8 * i);
+  }
+  // Returns whether copies are boxes, once those have come that have barrier `i`.
+  __device__ __forceinline__ bool WaitForBoxes(int i) const {
+#if RWKV_JAX_WARPGROUP_PRODUCTS
+    if (HasBoxes()) hopper::AwaitPhase(BoxBarrier(i), 0);
+#endif
+    return HasBoxes();
+  }
   // The factor of S0 in a column.
   __device__ float StartFactor(int column) const {
     return kFramed ? Sums()[column] : Exp2(Sums()[column] + Sums()[N + column]);
@@ -1503,23 +1622,35 @@ class ChunkGradients {
     });
   }
 
-  // Writes rows of a panel to global memory, to an array with heads of `size` channels, after all warps of this
-  // warpgroup have stored their channels there.
-  __device__ void WriteRows(uint32_t staged, int first_row, int rows, void* out, int size) const {
-    for (int i = threadIdx.x % 128 / 8; i < rows; i += 16) {
-      const int row = first_row + i, piece = threadIdx.x % 8;
+  // Writes kRows rows of a panel to global memory, to an array with heads of `size` channels, after all warps of
+  // this warpgroup have stored their channels there. `whole` is whether the chunk has all of them.
+  template <int kRows>
+  __device__ __forceinline__ void WriteRows(uint32_t staged, int first_row, void* out, int size,
+                                            bool whole) const {
+    const int begin = first_row + threadIdx.x % 128 / 8, piece = threadIdx.x % 8;
+    const auto write = [&](int row, T* to) {
 #pragma unroll
       for (int term = 0; term < kTerms; ++term)
-        if (row < tokens && Has(8 * panel + piece, size))
-          *reinterpret_cast<uint4*>(static_cast<T*>(out) + ElementOf(row, size) +
-                                    kPanelCols * panel + ColumnOf(piece, term)) =
-              *reinterpret_cast<const uint4*>(
-                  memory + PieceAddress(staged - shared + term * L::kTermBytes, row, piece));
+        *reinterpret_cast<uint4*>(to + ColumnOf(piece, term)) = *reinterpret_cast<const uint4*>(
+            memory + PieceAddress(staged - shared + term * L::kTermBytes, row, piece));
+    };
+    const auto at = [&](int row) {
+      return static_cast<T*>(out) + ElementOf(row, size) + kPanelCols * panel;
+    };
+    if (kFilled && whole) {
+      T* const to = at(begin);
+#pragma unroll
+      for (int i = 0; i < kRows; i += 16) write(begin + i, to + static_cast<int64_t>(i) * stride);
+    } else {
+#pragma unroll 1
+      for (int row = begin; row < first_row + kRows && row < tokens; row += 16)
+        if (Has(8 * panel + piece, size)) write(row, at(row));
     }
   }
 
   // Stages two results of this panel and half where operands of no other half were, and writes them unless
   // the call is keyed.
+  template <int kPair>
   __device__ __forceinline__ void WritePair(const HalfAccumulator (&pair)[2], int first_staged,
                                             void* first_out, int second_staged,
                                             void* second_out) const {
@@ -1527,9 +1658,26 @@ class ChunkGradients {
     OwnChannels(first_staged).template StoreSum<T>(FirstTile(), pair[0]);
     OwnChannels(second_staged).template StoreSum<T>(FirstTile(), pair[1]);
     if constexpr (kKeyed) return;
+#if RWKV_JAX_WARPGROUP_PRODUCTS
+    if constexpr (kHasMaps)
+      if (HasBoxes()) {
+        hopper::PublishToCopies();
+        WaitForWarpgroup();
+        if (threadIdx.x % 128 == 0)
+#pragma unroll
+          for (int i = 0; i < 2; ++i)
+            hopper::StoreBox(
+                &maps.pairs[kPair][i],
+                OwnPanel(i == 0 ? first_staged : second_staged) + half * kHalfTokens * kRowBytes,
+                map_column + panel * kPanelCols, map_row + half * kHalfTokens);
+        return;
+      }
+#endif
     WaitForWarpgroup();
-    WriteRows(OwnPanel(first_staged), half * kHalfTokens, kHalfTokens, first_out, KeySize());
-    WriteRows(OwnPanel(second_staged), half * kHalfTokens, kHalfTokens, second_out, KeySize());
+    const bool whole = !kHasMaps && tokens == kChunkTokens;  // else boxes are
+    WriteRows<kHalfTokens>(OwnPanel(first_staged), half * kHalfTokens, first_out, KeySize(), whole);
+    WriteRows<kHalfTokens>(OwnPanel(second_staged), half * kHalfTokens, second_out, KeySize(),
+                           whole);
   }
 
   // The left operand of two products, by its offset, and their right operands.
@@ -1813,6 +1961,7 @@ class ChunkGradients {
   }
 
   const Call& call;
+  const Maps& maps;
   const uint4* const state_gradients;
   unsigned char* const memory;
   const uint32_t shared;
@@ -1823,28 +1972,29 @@ class ChunkGradients {
   int stride, tokens;  // elements from token to token; tokens of the chunk
   // Unless kFilled, `first` and `stride` count heads.
   Frames frames = Frames::kChunk;
+  int map_row, map_column;  // with kHasMaps: where the chunk begins in an array
 };
 
 template <typename Gradients, typename Call>
-__device__ __forceinline__ void RunPhases(const Call& call, const uint4* state_gradients,
-                                          uint32_t* steep) {
+__device__ __forceinline__ void RunPhases(const Call& call, const typename Gradients::Maps& maps,
+                                          const uint4* state_gradients, uint32_t* steep) {
   RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
-  Gradients gradients(call, state_gradients, memory);
+  Gradients gradients(call, maps, state_gradients, memory);
   if (!gradients.Find()) return;
 
   typename Gradients::StatePieces state;
   gradients.LoadChunk(state);
   gradients.WaitForDecays();
-  __syncthreads();
   typename Gradients::Decays decays;
   gradients.SumLogDecays(decays);
   gradients.WaitForScaledOperands();
   if (gradients.IsSteep(decays, steep)) return;
   gradients.ScaleOperands(decays);
   gradients.ScaleState(state);
-  WaitForCopies<0>();
+  gradients.WaitForChunk();
   PublishOperands();
   __syncthreads();
+  gradients.ForgetBoxBarriers();
 
   gradients.TokenProducts();
   PublishOperands();
@@ -1872,12 +2022,43 @@ constexpr int kBlocksPerMultiprocessor = kAmpleSharedMemory && N == 64 && kTerms
 
 template <typename T, int N, bool kMarked, bool kFramed, bool kAmple, typename Call>
 __global__ __launch_bounds__(4 * N, (kBlocksPerMultiprocessor<T, N>)) void GradientKernel(
-    const __grid_constant__ Call call, const uint4* state_gradients, uint32_t* steep) {
+    const __grid_constant__ Call call,
+    const __grid_constant__ RowMapsOf<T, kMarked, kFramed, kAmple, Call> maps,
+    const uint4* state_gradients, uint32_t* steep) {
   if constexpr (kAmple || !kNeverLessMemory)
-    RunPhases<ChunkGradients<T, N, kMarked, kFramed, kAmple, Call>>(call, state_gradients, steep);
+    RunPhases<ChunkGradients<T, N, kMarked, kFramed, kAmple, Call>>(call, maps, state_gradients,
+                                                                    steep);
   else
     __trap();
 }
+
+template <typename Call>
+void MakeRowMaps(NoRowMaps&, const Call&, const uint4*, int64_t) {}
+
+#ifndef RWKV_JAX_EMULATION
+void MakeRowMaps(RowMaps& maps, const Wkv7BackwardCall& call, const uint4* gradients,
+                 int64_t blocks) {
+  const cuuint64_t rows = call.dims.batch * call.dims.tokens, size = call.dims.head_size;
+  const cuuint64_t width = call.dims.heads * size, state_rows = blocks * size;
+  const auto make = [](CUtensorMap& map, const void* x, cuuint64_t rows, cuuint64_t width,
+                       cuuint32_t box_rows) {
+    return MakeMap<2>(map, x, {width, rows}, {2 * width}, {kPanelCols, box_rows});
+  };
+  const auto in = [&](CUtensorMap& map, const void* x) {
+    return make(map, x, rows, width, kChunkTokens);
+  };
+  const auto out = [&](CUtensorMap& map, void* x) {
+    return make(map, x, rows, width, kHalfTokens);
+  };
+  constexpr cuuint64_t kMostRows = std::numeric_limits<int>::max();
+  maps.made = HasHopperCode() && std::max(rows, state_rows) <= kMostRows && in(maps.w, call.w) &&
+              in(maps.r, call.r) && in(maps.k, call.k) && in(maps.v, call.v) &&
+              in(maps.a, call.a) && in(maps.b, call.b) && in(maps.dy, call.dy) &&
+              make(maps.ds, gradients, state_rows, size, size) && out(maps.pairs[0][0], call.db) &&
+              out(maps.pairs[0][1], call.dk) && out(maps.pairs[1][0], call.dr) &&
+              out(maps.pairs[1][1], call.da);
+}
+#endif
 
 template <int... kHeadSizes, typename Call>
 cudaError_t LaunchGradients(cudaStream_t stream, const Call& call, const Device& device,
@@ -1890,8 +2071,10 @@ cudaError_t LaunchGradients(cudaStream_t stream, const Call& call, const Device&
     using T = decltype(zero);
     const auto launch = [&](auto ample) {
       using L = GradientLayout<T, size(), ample()>;
+      RowMapsOf<T, marked(), framed(), ample(), Call> maps;
+      MakeRowMaps(maps, call, gradients, blocks);
       return Launch(GradientKernel<T, size(), marked(), framed(), ample(), Call>, blocks,
-                    L::kThreads, L::kBytes, stream, call, gradients, steep);
+                    L::kThreads, L::kBytes, stream, call, maps, gradients, steep);
     };
     if constexpr (kTermsOf<T> > 1)
       return launch(std::true_type());
