@@ -1124,23 +1124,31 @@ class ChunkGradients {
     }
   }
 
-  // dU^T, dZ^T and dV^T of the channels of this panel; half 1. dZ is left in shared memory, dV goes
-  // out by way of the panel of Aak or Qrk.
-  __device__ __forceinline__ void ValueGradients() const {
-    Accumulator<8> du, dz, dv;
-    Left rounded[kChunkTiles][kTerms];
-    const auto keep_last_segment = [&](Accumulator<8>& sum) {
-      if (const ChunkMarks marks = LoadMarks(); marks.starts != 0) {
-        Finish(sum);
-        KeepTokens<8>(0, marks.LastStart(), kChunkTokens, sum);
-      }
-    };
+  // Keeps what tokens of the last segment alone have of a product with dS.
+  __device__ __forceinline__ void KeepLastSegment(Accumulator<8>& sum) const {
+    if (const ChunkMarks marks = LoadMarks(); marks.starts != 0) {
+      Finish(sum);
+      KeepTokens<8>(0, marks.LastStart(), kChunkTokens, sum);
+    }
+  }
+
+  // dU^T of the channels of this panel; half 1, which has made Qrb. It takes nothing that half 0 still makes.
+  __device__ __forceinline__ void FirstValueGradients(Left (&rounded)[kChunkTiles][kTerms]) const {
+    Accumulator<8> du;
+    PublishOperands();
+    WaitForHalf();
     ChannelProduct<false>(du, GradientRows(), AllChannels(L::kBh), kChunkTiles - 1, GradientRows(),
                           LastFrameRows(L::kBh, 0));
-    keep_last_segment(du);
+    KeepLastSegment(du);
     Product<L, true, kChunkTiles>(warp, du, Down{OwnPanel(L::kDy)}, Down{At(L::kQrb)});
     Finish(du);
     RoundPanel(du, rounded);
+  }
+
+  // dZ^T and dV^T of the channels of this panel from dU^T; half 1. dZ is left in shared memory, dV goes
+  // out by way of the panel of Aak or Qrk.
+  __device__ __forceinline__ void ValueGradients(Left (&rounded)[kChunkTiles][kTerms]) const {
+    Accumulator<8> dz, dv;
     Product<L, false>(dz, rounded, Down{At(L::kM)});
     Finish(dz);
     const bool halves = kFramed && frames == Frames::kHalves;
@@ -1161,7 +1169,7 @@ class ChunkGradients {
       for (int tile = 0; tile < kChunkTiles; ++tile) OwnChannels(L::kDz).Store(tile, rounded[tile]);
       announce();
     }
-    keep_last_segment(dv);
+    KeepLastSegment(dv);
     Product<L, true, kChunkTiles>(warp, dv, Down{OwnPanel(L::kDy)}, Down{At(L::kQrk)});
     Product<L, true>(dv, rounded, Down{At(L::kAak)});
     Finish(dv);
@@ -1997,14 +2005,18 @@ __device__ __forceinline__ void RunPhases(const Call& call, const typename Gradi
   gradients.ForgetBoxBarriers();
 
   gradients.TokenProducts();
-  PublishOperands();
+  Left du[kChunkTiles][Gradients::kTerms];
+  if (gradients.HasValues())
+    PublishOperands();
+  else
+    gradients.FirstValueGradients(du);
   __syncthreads();
   if (gradients.HasValues()) {
     gradients.Values();
     gradients.TriangleGradients();
     PublishOperands();
   } else {
-    gradients.ValueGradients();
+    gradients.ValueGradients(du);
   }
   __syncthreads();
 
