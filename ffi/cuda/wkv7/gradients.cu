@@ -133,16 +133,25 @@ constexpr int kHalfTiles = kHalfTokens / kTileTokens;
 constexpr int kHalfFragments = kHalfTokens / 8;
 using HalfAccumulator = Accumulator<kHalfFragments>;  // 64 channels by half of the tokens
 
+// The warpgroups of a panel share the tokens out: each has a part, which is a half or, of floats, a tile.
+template <int kTerms>
+struct ChunkParts {
+  static constexpr int kParts = kTerms == 1 ? 2 : 4;
+  static constexpr int kPartTokens = kChunkTokens / kParts;
+  static constexpr int kPartTiles = kPartTokens / kTileTokens;
+  static constexpr int kPartFragments = kPartTokens / 8;
+};
+
 // Shared memory. Arrays [64 tokens, N] are kPanels panels, one for each 64 channels; states [V, K]
 // are kPanels panels, one for each 64 columns; a product of tokens by tokens is one panel. Of floats all these
 // are terms (matrix.cuh), and the second terms lie kTermBytes behind the first ones. What an
 // array holds changes from phase to phase; its last content is staged there on the way to global
 // memory.
 template <typename T, int N, bool kAmple>
-struct GradientLayout {
+struct GradientLayout : ChunkParts<kTermsOf<T>> {
   static constexpr int kTerms = kTermsOf<T>;
   static constexpr int kPanels = N / kPanelCols;
-  static constexpr int kGroups = 2 * kPanels;
+  static constexpr int kGroups = GradientLayout::kParts * kPanels;
   static constexpr int kThreads = 128 * kGroups;
   static constexpr int kPanelBytes = kChunkTokens * kRowBytes;
   static constexpr int kStatePanelBytes = N * kRowBytes;
@@ -180,11 +189,14 @@ struct GradientBarriers {
   enum NamedBarrier : int {
     kWarpgroup = 1,                   // + the warpgroup: its 128 threads
     kHalf = kWarpgroup + L::kGroups,  // + the half: its warpgroups of all panels
-    // At these one half waits for the other, which goes on.
+    // Of 16 bits: at these one half waits for the other, which goes on.
     kDzStored = kHalf + 2,
     kAakRead,
     kQrkRead,
     kDvOut,
+    // Of floats: all threads, which wait in different phases, and the warpgroups of dV and of dAak.
+    kValues = kHalf + 2,
+    kAak,
   };
 };
 
@@ -205,8 +217,8 @@ struct Down {
   __device__ KDownRows Tile(int tile) const { return {panel, tile, column}; }
 };
 
-// The terms of floats have all their products here: with fewer of them, pairs of tokens would not cancel in the
-// gradient of a decay.
+// The terms of floats have all their products here: with fewer of them errors are a fifth larger, and pairs of tokens
+// would not cancel in the gradient of a decay.
 
 // Starts sum = left right, or sum += left right if kAdd, over kTiles tiles of k.
 template <typename L, bool kAdd, int kTiles, typename LeftOperand, typename Right>
@@ -249,22 +261,15 @@ __device__ void LoadTransposedPanel(uint32_t panel, int column, int first,
                          left[tile][term]);
 }
 
-// Starts two products with the same left operand, over kTiles tiles of k from `first` on: of the terms `i` of the
-// left operand and `j` of the right ones, counted from the last, so that the smallest products come first.
+// Starts two products with the same left operand of one term, over kTiles tiles of k from `first` on.
 template <typename L, bool kAdd, int kTiles, typename Right>
 __device__ void ProductPair(HalfAccumulator (&sums)[2], const Left (&left)[kTiles][L::kTerms],
-                            int i, int j, int first, const Right& right_of_first,
-                            const Right& right_of_second) {
-  constexpr int kLast = L::kTerms - 1;
+                            int first, const Right& right_of_first, const Right& right_of_second) {
   BeginProducts();
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
-    const auto multiply = [&](HalfAccumulator& sum, const Right& right) {
-      MultiplyOrAdd(kAdd || tile + i + j > 0, sum, left[tile][kLast - i],
-                    right.Tile(first + tile).Behind((kLast - j) * L::kTermBytes));
-    };
-    multiply(sums[0], right_of_first);
-    multiply(sums[1], right_of_second);
+    MultiplyOrAdd(kAdd || tile > 0, sums[0], left[tile][0], right_of_first.Tile(first + tile));
+    MultiplyOrAdd(kAdd || tile > 0, sums[1], left[tile][0], right_of_second.Tile(first + tile));
   }
   CommitProducts();
 }
@@ -353,11 +358,11 @@ struct WarpChannels {
     }
   }
   // Calls fn(fragment, element, low, high) with the values of elements `element` and `element` + 1
-  // of each fragment that a HalfAccumulator has for the tiles from `first` on.
-  template <typename Fn>
+  // of each fragment that an accumulator has for kTiles tiles from `first` on.
+  template <int kTiles, typename Fn>
   __device__ void ForEachPair(int first, Fn&& fn) const {
 #pragma unroll
-    for (int tile = 0; tile < kHalfTiles; ++tile) {
+    for (int tile = 0; tile < kTiles; ++tile) {
       uint32_t x[L::kTerms][4];
       Load(first + tile, x);
 #pragma unroll
@@ -557,25 +562,29 @@ __device__ inline uint32_t MultiplyTwice(uint32_t x, uint32_t factors) {
 // What the frames of a chunk are. Where the chunk is one, c is 0 in all channels.
 enum class Frames { kChunk, kHalves, kTiles };
 
-// The decays of the channels of a warp and the tokens of its half.
-template <int kTerms>
-struct HalfDecays {
-  HalfAccumulator writes = {};  // c - G
-  float sums[2][kHalfTiles];    // of the log decays, of both rows of an accumulator and each tile
-  float centres[2];             // c of both rows where the half is a frame
+// The decays of the channels of a warp and the tokens of its part.
+template <typename L>
+struct PartDecays {
+  Accumulator<L::kPartFragments> writes = {};  // c - G
+  // Of the half of the part: the sums of the log decays, of both rows of an accumulator and each tile, and c of both
+  // rows where the half is a frame.
+  float sums[2][kHalfTiles], centres[2];
   bool in_range = true, in_halves = true, in_chunk = true;  // as far as this thread knows
   // In the order of LoadTransposed; floats are two in place of a pair.
-  std::conditional_t<kTerms == 1, uint32_t[4], float[4][2]> raw_w[kHalfTiles];
-  Left log_decays[kHalfTiles][kTerms];  // of float16, scaled; needed until the operands are scaled
+  std::conditional_t<L::kTerms == 1, uint32_t[4], float[4][2]> raw_w[L::kPartTiles];
+  Left log_decays[L::kPartTiles]
+                 [L::kTerms];  // of float16, scaled; needed until the operands are scaled
 };
 
 // What the gradients of keys and queries leave for the gradient of the decays, for the same
 // channels and tokens.
+template <typename L>
 struct DecayTerms {
-  HalfAccumulator reads = {};  // Rt dRt - Bh dBh - Kh dKh + At dAt
-  HalfAccumulator own_reads;   // At dAt, which the decay of its own token does not scale
-  HalfAccumulator slope;       // the derivative of the log decay in w
-  float written[2] = {};       // dS * S_L, summed over some of the rows of the state
+  using Sum = Accumulator<L::kPartFragments>;
+  Sum reads = {};         // Rt dRt - Bh dBh - Kh dKh + At dAt
+  Sum own_reads;          // At dAt, which the decay of its own token does not scale
+  Sum slope;              // the derivative of the log decay in w
+  float written[2] = {};  // dS * S_L, summed over some of the rows of the state
 };
 
 // What code for 9.0a needs to copy the rows of a chunk as boxes, of calls that most models have. Other code, calls and
@@ -606,9 +615,12 @@ class ChunkGradients {
   using L = GradientLayout<T, N, kAmple>;
   using B = GradientBarriers<L>;
   using Channels = WarpChannels<L>;
-  using Decays = HalfDecays<L::kTerms>;
+  using Decays = PartDecays<L>;
+  using Terms = DecayTerms<L>;
+  using PartAccumulator = typename Terms::Sum;  // 64 channels by the tokens of a part
   static constexpr int kTerms = L::kTerms;
   static constexpr bool kFloat = kTerms > 1;
+  static constexpr bool kHasHalves = kFramed && !kFloat;  // frames of floats are the chunk or tiles
   static_assert(!kFloat || (kFramed && kMarked && kAmple), "floats have one kernel");
   // Whether heads have no other K and V than N.
   static constexpr bool kFilled = !kMarked || kKeyed || kFloat;
@@ -634,8 +646,9 @@ class ChunkGradients {
         shared(SharedAddress(memory)),
         warp(Warp() % 4),
         group(Warp() / 4),
-        panel(L::kPanels == 1 ? 0 : group / 2),
-        half(group % 2) {}
+        panel(L::kPanels == 1 ? 0 : group / L::kParts),
+        part(group % L::kParts),
+        half(part / (L::kParts / 2)) {}
 
   // Finds the chunk and the head of this block. Returns false if the block has nothing to do.
   __device__ __forceinline__ bool Find() {
@@ -796,15 +809,15 @@ class ChunkGradients {
 #endif
   }
 
-  // c - G of the tokens of this half, so far without the later half, or without a bound without c and the later
+  // c - G of the tokens of this part, so far without the later half, or without a bound without c and the later
   // tile; and what the first rows of Sums have. Sums are products with ones, in float16.
   __device__ __forceinline__ void SumLogDecays(Decays& decays) const {
     const Ones later(false, false, true), all(true, true, true);
     float total[4] = {}, of_first[4];  // sums over the half and over its first tile
     // The tokens of a tile that are no padding or, if all of them are none, those of the chunk from there on.
-    int counted[kHalfTiles];
+    int counted[L::kPartTiles];
 #pragma unroll
-    for (int tile = 0; tile < kHalfTiles; ++tile) {
+    for (int tile = 0; tile < L::kPartTiles; ++tile) {
       uint32_t x[kTerms][4];
       const int token = 16 * (FirstTile() + tile);
       const uint32_t present = PresentRows(tokens - token, LoadMarks().Absent(token));
@@ -836,26 +849,39 @@ class ChunkGradients {
 #pragma unroll
       for (int i = 0; i < 2; ++i) AddLogDecays(decays.writes[2 * tile + i], log_decays, later, i);
     }
+    if constexpr (kFloat) {
+      if (Lane() % 4 == 0)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) TileSums()[part * N + Channel() + 8 * i] = total[2 * i];
+      __syncthreads();
+    }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int channel = Channel() + 8 * i;
-      const float sum = total[2 * i], frame[2] = {of_first[2 * i], sum - of_first[2 * i]};
+      float sum = total[2 * i], frame[2] = {of_first[2 * i], sum - of_first[2 * i]};
       if constexpr (!kFramed) {
         if (Lane() % 4 == 0) Sums()[half * N + channel] = sum;
         continue;
       }
+      if constexpr (kFloat) {
+#pragma unroll
+        for (int f = 0; f < 2; ++f) frame[f] = TileSums()[(kHalfTiles * half + f) * N + channel];
+        sum = frame[0] + frame[1];
+      }
       const bool slow = IsSlow(frame);
 #pragma unroll
       for (int f = 0; f < 2; ++f) {
-        const float most = fminf(kMaxFrameLog2, kMaxMeanLog2<T> * static_cast<float>(counted[f]));
+        decays.sums[i][f] = frame[f];
+        if (kFloat && f != part % kHalfTiles) continue;
+        const float tokens = static_cast<float>(counted[kFloat ? 0 : f]);
+        const float most = fminf(kMaxFrameLog2, kMaxMeanLog2<T> * tokens);
         // Between frames c must fall, also where a token does not decay but grows.
         decays.in_range = decays.in_range && fabsf(frame[f]) <= most && (slow || frame[f] <= 0.0f);
-        decays.sums[i][f] = frame[f];
       }
       decays.in_halves = decays.in_halves && fabsf(sum) <= kMaxFrameLog2;
       decays.in_chunk = decays.in_chunk && slow;
       decays.centres[i] = StoreStateFactor(Frames::kHalves, frame, i);
-      StoreCentre(half * (kChunkTiles - 1), i, decays.centres[i]);
+      if constexpr (kHasHalves) StoreCentre(half * (kChunkTiles - 1), i, decays.centres[i]);
     }
   }
 
@@ -866,9 +892,9 @@ class ChunkGradients {
       return false;
     }
     const auto all = [](bool x) { return __syncthreads_and(x) != 0; };
-    frames = all(decays.in_range && decays.in_chunk)    ? Frames::kChunk
-             : all(decays.in_range && decays.in_halves) ? Frames::kHalves
-                                                        : Frames::kTiles;
+    frames = all(decays.in_range && decays.in_chunk)                  ? Frames::kChunk
+             : kHasHalves && all(decays.in_range && decays.in_halves) ? Frames::kHalves
+                                                                      : Frames::kTiles;
     if (frames != Frames::kTiles) return false;
 #pragma unroll
     for (int i = 0; i < 2; ++i) StoreStateFactor(Frames::kTiles, decays.sums[i], i);
@@ -879,19 +905,20 @@ class ChunkGradients {
     return true;
   }
 
-  // With kFramed: c of the frames of this half, in `decays` and, of tiles, in Centres.
+  // With kFramed: c of the frames of this part, in `decays` and, of tiles, in Centres.
   __device__ __forceinline__ void SetCentres(Decays& decays) const {
     const auto set = [&](auto centre) {
 #pragma unroll
       for (int i = 0; i < 2; ++i)
 #pragma unroll
-        for (int f = 0; f < kHalfTiles; ++f) {
+        for (int tile = 0; tile < L::kPartTiles; ++tile) {
           const float (&sums)[kHalfTiles] = decays.sums[i];
+          const int f = kFloat ? part % kHalfTiles : tile;
           const float last =
               half == 0 ? (f == 0 ? -sums[1] : 0.0f) : sums[0] + (f == 0 ? 0.0f : sums[1]);
           const float shift = centre(i, f) - last;
 #pragma unroll
-          for (int j = 0; j < 4; ++j) decays.writes[2 * f + j / 2][2 * i + j % 2] += shift;
+          for (int j = 0; j < 4; ++j) decays.writes[2 * tile + j / 2][2 * i + j % 2] += shift;
         }
     };
     if (frames != Frames::kTiles)
@@ -899,23 +926,23 @@ class ChunkGradients {
     else
       set([&](int i, int f) {
         const float c = Centre(Frames::kTiles, decays.sums[i], f);
-        StoreCentre(FirstTile() + f, i, c);
+        StoreCentre(half * kHalfTiles + f, i, c);
         return c;
       });
   }
 
-  // At, Rt, Bh and Kh of this half, in place; of float16 also V and dY, as bfloat16, and of floats as terms.
+  // At, Rt, Bh and Kh of this part, in place; of float16 also V and dY, as bfloat16, and of floats as terms.
   __device__ __forceinline__ void ScaleOperands(Decays& decays) const {
-    HalfAccumulator& writes = decays.writes;
+    PartAccumulator& writes = decays.writes;
     if constexpr (kFramed) SetCentres(decays);
     if (!kFramed && half == 0) {
       const float later_half[2] = {Sums()[N + Channel()], Sums()[N + Channel() + 8]};
-      ForEachElement<kHalfFragments>(
+      ForEachElement<L::kPartFragments>(
           [&](int fragment, int e) { writes[fragment][e] += later_half[e / 2]; });
     }
     const Ones itself(false, true, false);
 #pragma unroll
-    for (int tile = 0; tile < kHalfTiles; ++tile) {
+    for (int tile = 0; tile < L::kPartTiles; ++tile) {
       float e[2][4];
       // Those of a tile are loaded before any is scaled. Floats are loaded when they are.
       Left b[kTerms], k[kTerms], r[kTerms], a[kTerms];
@@ -960,7 +987,8 @@ class ChunkGradients {
         scale(L::kDy, r);
       }
     }
-    if (kFramed && frames == Frames::kHalves) BringToOtherFrame();
+    if constexpr (kHasHalves)
+      if (frames == Frames::kHalves) BringToOtherFrame();
   }
 
   // Of halves, from the operands of this half: At and Rt in the first frame, and LastFrameRows.
@@ -1041,21 +1069,22 @@ class ChunkGradients {
     if constexpr (kFramed) scale(L::kDs, state.ds, [&](int c) { return Sums()[N + c]; });
   }
 
+  // One of M, Aak, Qrb and Qrk, by its number.
+  __device__ __forceinline__ void TokenProduct(int i) const {
+    const int to = L::kM + i * L::kPanelBytes;
+    const int left = i < 2 ? L::kAt : L::kRt, right = i % 2 == 0 ? L::kBh : L::kKh;
+    Accumulator<8> sum;
+    ChannelProduct<false>(sum, AllChannels(left), AllChannels(right), warp,
+                          AllChannels(FirstFrame(left)), AllChannels(right));
+    Finish(sum);
+    if (kHasHalves && frames == Frames::kHalves && to >= L::kFirstRt)
+      WaitForHalf();  // until Rt in the first frame has been read
+    StoreLower<L>(warp, At(to), i >= 2, LoadMarks(), sum);
+  }
+
   // M, Aak, Qrb and Qrk, shared out among the warpgroups. The warpgroup that inverts a product has
   // no other product.
   __device__ __forceinline__ void TokenProducts() const {
-    // One of M, Aak, Qrb and Qrk, by its number.
-    const auto product = [&](int i) {
-      const int to = L::kM + i * L::kPanelBytes;
-      const int left = i < 2 ? L::kAt : L::kRt, right = i % 2 == 0 ? L::kBh : L::kKh;
-      Accumulator<8> sum;
-      ChannelProduct<false>(sum, AllChannels(left), AllChannels(right), warp,
-                            AllChannels(FirstFrame(left)), AllChannels(right));
-      Finish(sum);
-      if (kFramed && frames == Frames::kHalves && to >= L::kFirstRt)
-        WaitForHalf();  // until Rt in the first frame has been read
-      StoreLower<L>(warp, At(to), i >= 2, LoadMarks(), sum);
-    };
     if (group > 0) {
       // compute-sanitizer's racecheck orders accesses by the number of barriers that a warp has
       // passed.
@@ -1064,7 +1093,8 @@ class ChunkGradients {
     // One copy of a product that has all frames: caches of instructions are small.
 #pragma unroll(kFramed ? 1 : 4)
     for (int i = 0; i < 4; ++i)
-      if (group == (i == 0 ? 0 : i == 1 ? L::kPanels : i == 2 ? 1 : L::kGroups - 1)) product(i);
+      if (group == (i == 0 ? 0 : i == 1 ? L::kPanels : i == 2 ? 1 : L::kGroups - 1))
+        TokenProduct(i);
     if (group == 0) {
       __syncwarp();
       InvertPanel<L>(warp, B::kWarpgroup + group, At(L::kM));
@@ -1184,15 +1214,13 @@ class ChunkGradients {
   }
 
   // dB and dK of this panel and half, and their terms of the decays.
-  __device__ __forceinline__ void KeyGradients(const Decays& decays, DecayTerms& terms) const {
-    if (LoadMarks().starts == 0) AddWrittenOfState(terms);
+  __device__ __forceinline__ void KeyGradients(const Decays& decays, Terms& terms) const {
+    if (LoadMarks().starts == 0) AddWrittenOfState(half, terms);
     HalfAccumulator pair[2];  // dBh, dKh
     Left ds[kTiles][kTerms];
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) LoadGradient(tile, ds[tile]);
-    ForProducts<kTerms, true>([&](int i, int j) {
-      ProductPair<L, false>(pair, ds, i, j, 0, HalfRows(L::kU), HalfRows(L::kV));
-    });
+    ProductPair<L, false>(pair, ds, 0, HalfRows(L::kU), HalfRows(L::kV));
     const auto add_triangles = [&](auto tiles, int first_tile) {
       AddTriangles<decltype(tiles)::value>(
           pair, first_tile, kChunkTiles - 1, {L::kRt, HalfColumns(L::kQrb), HalfColumns(L::kQrk)},
@@ -1201,8 +1229,8 @@ class ChunkGradients {
               for (HalfAccumulator& sum : pair)
                 KeepTokens<kHalfFragments>(half * kHalfTokens, marks.LastStart(), kChunkTokens,
                                            sum);
-            AddWritten(L::kBh, pair[0], terms);
-            AddWritten(L::kKh, pair[1], terms);
+            AddWritten<kHalfFragments>(L::kBh, FirstTile(), pair[0], terms);
+            AddWritten<kHalfFragments>(L::kKh, FirstTile(), pair[1], terms);
           });
     };
     // Tokens are read by later tokens: the second half by the second half alone.
@@ -1210,24 +1238,28 @@ class ChunkGradients {
       add_triangles(std::integral_constant<int, kChunkTiles>(), 0);
     else
       add_triangles(std::integral_constant<int, kHalfTiles>(), kHalfTiles);
-    AddReads(L::kBh, -1.0f, pair[0], terms);
-    AddReads(L::kKh, -1.0f, pair[1], terms);
-    ForEachElement<kHalfFragments>([&](int fragment, int e) {
-      const float factor = Exp2(decays.writes[fragment][e]);
-      pair[0][fragment][e] *= factor, pair[1][fragment][e] *= factor;
-    });
+    FinishKeys(decays, terms, pair);
     WritePair<0>(pair, L::kU, call.db, L::kV, call.dk);
   }
 
+  // dB and dK of this panel and part from dBh and dKh, and their terms of the decays.
+  __device__ __forceinline__ void FinishKeys(const Decays& decays, Terms& terms,
+                                             PartAccumulator (&pair)[2]) const {
+    AddReads(L::kBh, -1.0f, pair[0], terms);
+    AddReads(L::kKh, -1.0f, pair[1], terms);
+    ForEachElement<L::kPartFragments>([&](int fragment, int e) {
+      const float factor = Exp2(decays.writes[fragment][e]);
+      pair[0][fragment][e] *= factor, pair[1][fragment][e] *= factor;
+    });
+  }
+
   // dR and dA of this panel and half, and their terms of the decays.
-  __device__ __forceinline__ void QueryGradients(const Decays& decays, DecayTerms& terms) const {
+  __device__ __forceinline__ void QueryGradients(const Decays& decays, Terms& terms) const {
     HalfAccumulator pair[2];  // dRt, dAt
     Left sp[kTiles][kTerms];
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) LoadStart(tile, sp[tile]);
-    ForProducts<kTerms, true>([&](int i, int j) {
-      ProductPair<L, false>(pair, sp, i, j, 0, HalfRows(L::kDy), HalfRows(L::kDz));
-    });
+    ProductPair<L, false>(pair, sp, 0, HalfRows(L::kDy), HalfRows(L::kDz));
     const auto add_triangles = [&](auto tiles) {
       AddTriangles<decltype(tiles)::value>(
           pair, 0, 0, {L::kBh, HalfRows(L::kQrb), HalfRows(L::kM)},
@@ -1242,15 +1274,23 @@ class ChunkGradients {
       add_triangles(std::integral_constant<int, kHalfTiles>());
     else
       add_triangles(std::integral_constant<int, kChunkTiles>());
+    FinishQueries(decays, terms, pair);
+    WritePair<1>(pair, L::kDy, call.dr, L::kDz, call.da);
+  }
+
+  // dR and dA of this panel and part from dRt and dAt, and their terms of the decays.
+  __device__ __forceinline__ void FinishQueries(const Decays& decays, Terms& terms,
+                                                PartAccumulator (&pair)[2]) const {
     AddReads(L::kRt, 1.0f, pair[0], terms);
-    OwnChannels(L::kAt).ForEachPair(FirstTile(), [&](int fragment, int e, float low, float high) {
-      terms.own_reads[fragment][e] = low * pair[1][fragment][e];
-      terms.own_reads[fragment][e + 1] = high * pair[1][fragment][e + 1];
-    });
+    OwnChannels(L::kAt).template ForEachPair<L::kPartTiles>(
+        FirstTile(), [&](int fragment, int e, float low, float high) {
+          terms.own_reads[fragment][e] = low * pair[1][fragment][e];
+          terms.own_reads[fragment][e + 1] = high * pair[1][fragment][e + 1];
+        });
     // 0, which nvcc does not know. Else it would keep what SumLogDecays has made of w, in more registers.
     const uint32_t zero = stride >> 31;
     const auto scale = [&](auto form) {
-      ForEachElement<kHalfFragments>([&](int fragment, int e) {
+      ForEachElement<L::kPartFragments>([&](int fragment, int e) {
         const auto& two = decays.raw_w[fragment / 2][fragment % 2 + e / 2 * 2];
         float w;
         if constexpr (kFloat)
@@ -1271,17 +1311,139 @@ class ChunkGradients {
       scale(std::integral_constant<Decay, Decay::kExp>());
     else
       scale(std::integral_constant<Decay, Decay::kLog>());
-    WritePair<1>(pair, L::kDy, call.dr, L::kDz, call.da);
   }
 
-  // dw of this panel and half.
-  __device__ __forceinline__ void DecayGradient(DecayTerms& terms) const {
-    HalfAccumulator& reads = terms.reads;
-    float half_reads[2] = {};
+  // Of floats, whose warpgroups have one product each at a time: from M, Aak, Qrb and Qrk on to dAak, dQrb, dAab and
+  // dQrk in their places, U, dZ and dV.
+  __device__ __forceinline__ void ValuesByRoles() const {
+    TokenProduct(group);
+    PublishOperands();
+    if (group == 0) {
+      __syncwarp();
+      InvertPanel<L>(warp, B::kWarpgroup + group, At(L::kM));
+      WaitForValues();
+    } else {
+      // As often as InvertPanel, with the one below.
+      for (int i = 1; i < kInvertBarriers; ++i) WaitForWarpgroup();
+      Accumulator<8> sum;
+      StartValues(sum);
+      if (group == 3) {
+        FinishValues(sum);
+        return;
+      }
+      Left rounded[kChunkTiles][kTerms];
+      RoundPanel(sum, rounded);
+      WaitForWarpgroup();
+      WaitForValues();  // until M is stored
+      if (group == 1)
+        Product<L, false>(sum, rounded, Along{At(L::kM)});
+      else
+        Product<L, false>(sum, rounded, Down{At(L::kM)});
+      Finish(sum);
+      OwnChannels(group == 1 ? L::kU : L::kDz).template StoreSum<__nv_bfloat16>(0, sum);
+    }
+    WaitForValues();  // until U and dZ are stored
+    Accumulator<8> triangle;
+    Product<L, false, kTiles>(warp, triangle, AllChannels(group == 1 ? L::kDy : L::kDz),
+                              AllChannels(group == 0 ? L::kV : L::kU));
+    Finish(triangle);
+    if (group == 0) WaitForAak();  // until dV needs it no longer
+    StoreLower<L>(warp,
+                  At(group == 0   ? L::kAak
+                     : group == 1 ? L::kQrb
+                                  : L::kM),
+                  group == 1, LoadMarks(), triangle);
+  }
+
+  // Z^T, dU^T or what dV^T has without dZ, in warpgroups 1, 2 and 3.
+  __device__ __forceinline__ void StartValues(Accumulator<8>& sum) const {
+    const ChunkMarks marks = LoadMarks();
+    if (group == 1) {
+      const Along at = AllChannels(L::kAt);
+      ChannelProduct<true>(sum, StartRows(), at, 0, StartRows(), at);
+      if (marks.starts != 0) KeepTokens<8>(0, 0, marks.FirstStart(), sum);
+      Product<L, true, kChunkTiles>(warp, sum, Down{At(L::kV)}, Along{At(L::kAak)});
+    } else {
+      const Along writes = AllChannels(group == 2 ? L::kBh : L::kKh);
+      ChannelProduct<false>(sum, GradientRows(), writes, kChunkTiles - 1, GradientRows(), writes);
+      if (marks.starts != 0) KeepTokens<8>(0, marks.LastStart(), kChunkTokens, sum);
+      Product<L, true, kChunkTiles>(warp, sum, Down{At(L::kDy)},
+                                    Down{At(group == 2 ? L::kQrb : L::kQrk)});
+    }
+    Finish(sum);
+  }
+
+  // What warpgroup 3 does besides: dQrk, and dV from what it has without dZ.
+  __device__ __forceinline__ void FinishValues(Accumulator<8>& dv) const {
+    Accumulator<8> dqrk;
+    Product<L, false, kTiles>(warp, dqrk, AllChannels(L::kDy), AllChannels(L::kV));
+    Finish(dqrk);
+    WaitForWarpgroup();  // until Qrk has been read
+    StoreLower<L>(warp, At(L::kQrk), true, LoadMarks(), dqrk);
+    WaitForValues();
+    WaitForValues();  // until dZ is stored
+    Product<L, true, kChunkTiles>(warp, dv, Down{At(L::kDz)}, Down{At(L::kAak)});
+    Finish(dv);
+    WaitForAak();
+    ForEachElement<8>([&](int fragment, int e) {
+      const int token = 8 * fragment + 2 * (Lane() % 4) + e % 2;
+      if (token < tokens)
+        static_cast<T*>(call.dv)[ElementOf(token, N) + Channel() + e / 2 * 8] = dv[fragment][e];
+    });
+  }
+
+  // Of floats: dBh, dKh, dRt or dAt of all tokens, each in one warpgroup, and terms.written. It is staged in the array
+  // that no other warpgroup reads.
+  __device__ __forceinline__ void OperandGradients(Terms& terms) const {
+    Accumulator<8> sum;
+    const ChunkMarks marks = LoadMarks();
+    const bool first = group % 2 == 0;
+    if (group < 2) {
+      Product<L, false, kTiles>(warp, sum, Down{At(L::kDs)}, Along{At(StagedBy(group))});
+      AddTriangles(sum, kChunkTiles - 1, OneTriangle<Down>{L::kRt, {At(first ? L::kQrb : L::kQrk)}},
+                   OneTriangle<Down>{L::kAt, {At(first ? L::kM : L::kAak)}}, [&] {
+                     if (marks.starts != 0) KeepTokens<8>(0, marks.LastStart(), kChunkTokens, sum);
+                     AddWritten<8>(first ? L::kBh : L::kKh, 0, sum, terms);
+                   });
+    } else {
+      Product<L, false, kTiles>(warp, sum, Down{At(L::kSp)}, Along{At(StagedBy(group))});
+      if (marks.starts == 0) AddWrittenOfState(group - 2, terms);
+      AddTriangles(sum, 0, OneTriangle<Along>{L::kBh, {At(first ? L::kQrb : L::kM)}},
+                   OneTriangle<Along>{L::kKh, {At(first ? L::kQrk : L::kAak)}}, [&] {
+                     if (marks.starts != 0) KeepTokens<8>(0, 0, marks.FirstStart(), sum);
+                   });
+    }
+    WaitForWarpgroup();
+    OwnChannels(StagedBy(group)).template StoreSum<T>(0, sum);
+  }
+
+  // dB, dK, dR and dA of this part from what OperandGradients has staged, and their terms of the decays.
+  __device__ __forceinline__ void PartGradients(const Decays& decays, Terms& terms) const {
+    PartAccumulator sums[2][2];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      OwnChannels(StagedBy(i)).LoadFloats(FirstTile(), sums[i / 2][i % 2]);
+    FinishKeys(decays, terms, sums[0]);
+    FinishQueries(decays, terms, sums[1]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      OwnChannels(StagedBy(i)).template StoreSum<T>(FirstTile(), sums[i / 2][i % 2]);
+    WaitForWarpgroup();
+    void* const outs[4] = {call.db, call.dk, call.dr, call.da};
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      WriteRows<L::kPartTokens>(OwnPanel(StagedBy(i)), part * L::kPartTokens, outs[i], N,
+                                tokens == kChunkTokens);
+  }
+
+  // dw of this panel and part.
+  __device__ __forceinline__ void DecayGradient(Terms& terms) const {
+    PartAccumulator& reads = terms.reads;
+    float part_reads[2] = {};
     if (const ChunkMarks marks = LoadMarks(); marks.starts == 0)
-      SumLaterReads(reads, half_reads, [](int, int) { return true; });
+      SumLaterReads(reads, part_reads, [](int, int) { return true; });
     else
-      SumLaterReads(reads, half_reads,
+      SumLaterReads(reads, part_reads,
                     [&](int token, int later) { return marks.SegmentEnd(token) > later; });
 #pragma unroll
     for (int i = 0; i < 2; ++i)
@@ -1291,37 +1453,47 @@ class ChunkGradients {
     if (Lane() % 4 == 0)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        Written(half)[Channel() + 8 * i] = terms.written[i];
-        if (half == 1) LaterReads()[Channel() + 8 * i] = half_reads[i];
+        Written(part)[Channel() + 8 * i] = terms.written[i];
+        if (part > 0) LaterReads(part)[Channel() + 8 * i] = part_reads[i];
       }
     __syncthreads();
+    const auto all_written = [&](int channel) {
+      float sum = Written(0)[channel] + Written(1)[channel];
+#pragma unroll
+      for (int i = 2; i < L::kParts; ++i) sum += Written(i)[channel];
+      return sum;
+    };
     float total[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int channel = Channel() + 8 * i;
-      total[i] =
-          Written(0)[channel] + Written(1)[channel] + (half == 0 ? LaterReads()[channel] : 0.0f);
+      total[i] = all_written(channel);
+#pragma unroll
+      for (int later = 1; later < L::kParts; ++later)
+        total[i] += part < later ? LaterReads(later)[channel] : 0.0f;
     }
     if (const ChunkMarks marks = LoadMarks(); (marks.starts | marks.absent) == 0) {
-      ForEachElement<kHalfFragments>([&](int fragment, int e) {
+      ForEachElement<L::kPartFragments>([&](int fragment, int e) {
         reads[fragment][e] = terms.slope[fragment][e] *
                              (reads[fragment][e] - terms.own_reads[fragment][e] + total[e / 2]);
       });
     } else {
-      ForEachElement<kHalfFragments>([&](int fragment, int e) {
-        const int token = half * kHalfTokens + 8 * fragment + 2 * (Lane() % 4) + e % 2;
+      ForEachElement<L::kPartFragments>([&](int fragment, int e) {
+        const int token = part * L::kPartTokens + 8 * fragment + 2 * (Lane() % 4) + e % 2;
         const int end = marks.SegmentEnd(token);
         const int channel = Channel() + 8 * (e / 2);
         float x = reads[fragment][e] - terms.own_reads[fragment][e];
-        if (half == 0 && end > kHalfTokens) x += LaterReads()[channel];
-        if (end == kChunkTokens) x += Written(0)[channel] + Written(1)[channel];
+#pragma unroll
+        for (int later = 1; later < L::kParts; ++later)
+          if (part < later && end > later * L::kPartTokens) x += LaterReads(later)[channel];
+        if (end == kChunkTokens) x += all_written(channel);
         reads[fragment][e] = marks.absent >> token & 1 ? 0.0f : terms.slope[fragment][e] * x;
       });
     }
     OwnChannels(L::kAt).template StoreSum<T>(FirstTile(), reads);
     __syncthreads();
-    WriteRows<kHalfTokens>(OwnPanel(L::kAt), half * kHalfTokens, call.dw, KeySize(),
-                           tokens == kChunkTokens);
+    WriteRows<L::kPartTokens>(OwnPanel(L::kAt), part * L::kPartTokens, call.dw, KeySize(),
+                              tokens == kChunkTokens);
 #if RWKV_JAX_WARPGROUP_PRODUCTS
     if constexpr (kHasMaps) hopper::AwaitReads<0>();
 #endif
@@ -1434,6 +1606,8 @@ class ChunkGradients {
 #endif
     return HasBoxes();
   }
+  // Of floats: the sums of the log decays of each tile, [tiles, N].
+  __device__ float* TileSums() const { return reinterpret_cast<float*>(memory + L::kU); }
   // The factor of S0 in a column.
   __device__ float StartFactor(int column) const {
     return kFramed ? Sums()[column] : Exp2(Sums()[column] + Sums()[N + column]);
@@ -1442,7 +1616,7 @@ class ChunkGradients {
   // returns c of the frame that has it.
   __device__ float StoreStateFactor(Frames of, const float (&sums)[kHalfTiles], int lower) const {
     const float c = Centre(of, sums, half), sum = sums[0] + sums[1];
-    if (Lane() % 4 == 0)
+    if (Lane() % 4 == 0 && (!kFloat || part % kHalfTiles == 0))
       Sums()[half * N + Channel() + 8 * lower] = Exp2(half == 0 ? c + sum : sum - c);
     return c;
   }
@@ -1483,17 +1657,19 @@ class ChunkGradients {
         centres[(frame < other ? frame : other) * N] - centres[(frame < other ? other : frame) * N];
     return (fall < 127 ? 127 - fall : 0) * 0x00800080u;
   }
-  // The sums of dS * S_L of a half, and of the reads of the second half, for all channels. With kFramed they have
-  // the place of some db of the half that have been written.
-  __device__ float* Written(int of_half) const {
-    return kFramed ? reinterpret_cast<float*>(memory + L::kU + of_half * kHalfTokens * kRowBytes)
-                   : Sums() + (1 + of_half) * N;
+  // What the warpgroup of a part has of the sums of dS * S_L, and the sums of the reads of a part but the first, for
+  // all channels. With kFramed they have the place of some db of the half that have been written or, of floats, of
+  // dAab.
+  __device__ float* Written(int of_part) const {
+    if constexpr (kFloat) return reinterpret_cast<float*>(memory + L::kM) + of_part * N;
+    return kFramed ? reinterpret_cast<float*>(memory + L::kU + of_part * kHalfTokens * kRowBytes)
+                   : Sums() + (1 + of_part) * N;
   }
-  __device__ float* LaterReads() const { return Written(1) + N; }
+  __device__ float* LaterReads(int of_part) const { return Written(L::kParts - 1) + of_part * N; }
   // The channel of elements 0 and 1 of a fragment; elements 2 and 3 have the eighth after it.
   __device__ int Channel() const { return kPanelCols * panel + 16 * warp + Lane() / 4; }
-  // The first tile of the tokens of this half.
-  __device__ int FirstTile() const { return half * kHalfTiles; }
+  // The first tile of the tokens of this part.
+  __device__ int FirstTile() const { return part * L::kPartTiles; }
 
   // Addresses and operands from offsets in shared memory.
   __device__ uint32_t At(int offset) const { return shared + offset; }
@@ -1557,6 +1733,10 @@ class ChunkGradients {
   __device__ Along LastFrameRows(int offset, int from_panel) const {
     return RowsOf(offset == L::kKh, {At(L::kDz) + from_panel * L::kPanelBytes, L::kPanelBytes});
   }
+  // The array that only the warpgroup of a gradient reads in OperandGradients, which stages it there.
+  static __device__ int StagedBy(int of_group) {
+    return of_group == 0 ? L::kU : of_group == 1 ? L::kV : of_group == 2 ? L::kDy : L::kDz;
+  }
   // The columns of the tokens of this half; k runs down them.
   __device__ Down HalfColumns(int offset) const { return {At(offset), FirstTile()}; }
   // The first column of a piece of a row or, of floats, of the part of it that lies where its term number
@@ -1573,6 +1753,11 @@ class ChunkGradients {
 
   __device__ void WaitForWarpgroup() const { Synchronize(B::kWarpgroup + group, 128); }
   __device__ void WaitForHalf() const { Synchronize(B::kHalf + half, 128 * L::kPanels); }
+  __device__ void WaitForAak() const { Synchronize(B::kAak, 256); }
+  __device__ void WaitForValues() const {
+    PublishOperands();
+    Synchronize(B::kValues, L::kThreads);
+  }
 
   // Of a keyed call: the chunk of this block among those of all rows, the first channel of its head, and
   // where the parameter number i of wkv7_keys begins.
@@ -1778,14 +1963,10 @@ class ChunkGradients {
             for (int e = 2 * i; e < 2 * i + 2; ++e) sum[fragment][e] *= factor;
       }
     meanwhile();
-    // A left operand is loaded while the products before it run. Of floats both come first, and so do the
-    // smallest products of both.
-    if constexpr (kFloat) load(next.left, next_left);
-    ForProducts<kTerms, true>([&](int i, int j) {
-      ProductPair<L, true>(pair, left, i, j, first_tile, triangles.of_first, triangles.of_second);
-      if constexpr (!kFloat) load(next.left, next_left);
-      ProductPair<L, true>(pair, next_left, i, j, first_tile, next.of_first, next.of_second);
-    });
+    // A left operand is loaded while the products before it run.
+    ProductPair<L, true>(pair, left, first_tile, triangles.of_first, triangles.of_second);
+    load(next.left, next_left);
+    ProductPair<L, true>(pair, next_left, first_tile, next.of_first, next.of_second);
     Finish(pair[0], pair[1]);
   }
 
@@ -1804,7 +1985,8 @@ class ChunkGradients {
       if (!kFramed || frames != Frames::kTiles)
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) left.Tile(tile).LoadLeft(warp, saved[tile][0]);
-    if (!kFramed || frames == Frames::kChunk || (kLater && frames == Frames::kHalves)) {
+    if (!kFramed || frames == Frames::kChunk ||
+        (kHasHalves && kLater && frames == Frames::kHalves)) {
       if constexpr (kSaved)
         Product<L, false>(sum, saved, right);
       else
@@ -1813,23 +1995,20 @@ class ChunkGradients {
         Finish(sum);  // else ptxas serialises products, for the other way is none
       return;
     }
-    if (!kLater && frames == Frames::kHalves) {
+    if (kHasHalves && !kLater && frames == Frames::kHalves) {
       HalfAccumulator sums[2];
       BeginProducts();
 #pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile)
-        ForProducts<kTerms, true>([&](int i, int j) {
-          const auto multiply = [&](HalfAccumulator& to, const LeftOperand& a, const Along& b) {
-            const auto columns = b.Tile(tile).Behind(j * L::kTermBytes);
-            if constexpr (kSaved)
-              MultiplyOrAdd(tile + i + j > 0, to, saved[tile][i], columns);
-            else
-              MultiplyOrAdd(tile + i + j > 0, to, warp, a.Tile(tile).Behind(i * L::kTermBytes),
-                            columns);
-          };
-          multiply(sums[0], first_left, first_right);
-          multiply(sums[1], left, RowsOf(1, right));
-        });
+      for (int tile = 0; tile < kTiles; ++tile) {
+        const auto multiply = [&](HalfAccumulator& to, const LeftOperand& a, const Along& b) {
+          if constexpr (kSaved)
+            MultiplyOrAdd(tile > 0, to, saved[tile][0], b.Tile(tile));
+          else
+            MultiplyOrAdd(tile > 0, to, warp, a.Tile(tile), b.Tile(tile));
+        };
+        multiply(sums[0], first_left, first_right);
+        multiply(sums[1], left, RowsOf(1, right));
+      }
       CommitProducts();
       Finish(sums[0], sums[1]);
       ForEachElement<8>([&](int fragment, int e) {
@@ -1900,10 +2079,10 @@ class ChunkGradients {
   }
 
   // Adds dS * S_L for what of S_L was in S0, over a half of the rows of the state.
-  __device__ __forceinline__ void AddWrittenOfState(DecayTerms& terms) const {
+  __device__ __forceinline__ void AddWrittenOfState(int of_half, Terms& terms) const {
 #pragma unroll
     for (int i = 0; i < kTiles / 2; ++i) {
-      const int tile = half * (kTiles / 2) + i;
+      const int tile = of_half * (kTiles / 2) + i;
       Left s[kTerms], ds[kTerms];
       LoadStart(tile, s);
       LoadGradient(tile, ds);
@@ -1921,33 +2100,37 @@ class ChunkGradients {
       }
   }
 
-  // Adds dS * S_L for what the tokens of this half have written to S_L: an operand times its
+  // Adds dS * S_L for what the tokens from a tile on have written to S_L: an operand times its
   // gradient by dS alone.
-  __device__ __forceinline__ void AddWritten(int scaled, const HalfAccumulator& sum,
-                                             DecayTerms& terms) const {
-    OwnChannels(scaled).ForEachPair(FirstTile(), [&](int fragment, int e, float low, float high) {
-      terms.written[e / 2] += low * sum[fragment][e] + high * sum[fragment][e + 1];
-    });
+  template <int kFragments>
+  __device__ __forceinline__ void AddWritten(int scaled, int first_tile,
+                                             const Accumulator<kFragments>& sum,
+                                             Terms& terms) const {
+    OwnChannels(scaled).template ForEachPair<kFragments / 2>(
+        first_tile, [&](int fragment, int e, float low, float high) {
+          terms.written[e / 2] += low * sum[fragment][e] + high * sum[fragment][e + 1];
+        });
   }
 
   // Adds a scaled operand times its gradient, times `sign`.
-  __device__ __forceinline__ void AddReads(int scaled, float sign, const HalfAccumulator& sum,
-                                           DecayTerms& terms) const {
-    OwnChannels(scaled).ForEachPair(FirstTile(), [&](int fragment, int e, float low, float high) {
-      terms.reads[fragment][e] += sign * low * sum[fragment][e];
-      terms.reads[fragment][e + 1] += sign * high * sum[fragment][e + 1];
-    });
+  __device__ __forceinline__ void AddReads(int scaled, float sign, const PartAccumulator& sum,
+                                           Terms& terms) const {
+    OwnChannels(scaled).template ForEachPair<L::kPartTiles>(
+        FirstTile(), [&](int fragment, int e, float low, float high) {
+          terms.reads[fragment][e] += sign * low * sum[fragment][e];
+          terms.reads[fragment][e + 1] += sign * high * sum[fragment][e + 1];
+        });
   }
 
-  // Replaces each element by the sum over the tokens of this half from its own to the last of the
+  // Replaces each element by the sum over the tokens of this part from its own to the last of the
   // same segment; `total` gets the sum from the first token on. Four lanes have a row of an
   // accumulator.
   template <typename SameSegment>
-  __device__ __forceinline__ void SumLaterReads(HalfAccumulator& reads, float (&total)[2],
+  __device__ __forceinline__ void SumLaterReads(PartAccumulator& reads, float (&total)[2],
                                                 SameSegment&& same_segment) const {
 #pragma unroll
-    for (int fragment = kHalfFragments - 1; fragment >= 0; --fragment) {
-      const int token = half * kHalfTokens + 8 * fragment + 2 * (Lane() % 4);
+    for (int fragment = L::kPartFragments - 1; fragment >= 0; --fragment) {
+      const int token = part * L::kPartTokens + 8 * fragment + 2 * (Lane() % 4);
       const int behind = token - 2 * (Lane() % 4) + 8;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -1968,16 +2151,75 @@ class ChunkGradients {
     }
   }
 
+  // The left operand of a product, by its offset, and a triangle.
+  template <typename Right>
+  struct OneTriangle {
+    int left;
+    Right right;
+  };
+
+  // The same for one sum over all tokens. Right is Down if tokens have terms of later ones, and Along if of earlier
+  // ones. The smallest products of terms come first.
+  template <typename Right, typename Fn>
+  __device__ __forceinline__ void AddTriangles(Accumulator<8>& sum, int frame,
+                                               const OneTriangle<Right>& triangle,
+                                               const OneTriangle<Right>& next,
+                                               Fn&& meanwhile) const {
+    Finish(sum);
+    if (frames == Frames::kTiles) {
+#pragma unroll
+      for (int column = 0; column < kChunkTiles; ++column)
+        ForEachElement<2>([&](int i, int e) {
+          const float factor = Bf16::Low(OwnFactors(e / 2, column, frame));
+          float& x = sum[2 * column + i][e];
+          x = x * factor * factor;
+        });
+      meanwhile();
+      const auto add = [&](const OneTriangle<Right>& of, int tile) {
+        Left plain[1][kTerms], scaled[kTerms];
+        LoadTransposedPanel<L>(OwnPanel(of.left), warp, tile, plain);
+#pragma unroll
+        for (int column = 0; column < kChunkTiles; ++column) {
+          if (std::is_same_v<Right, Down> ? column > tile : column < tile) continue;
+          uint32_t factors[2];
+#pragma unroll
+          for (int i = 0; i < 2; ++i) factors[i] = OwnFactors(i, tile, column);
+#pragma unroll
+          for (int i = 0; i < 4 * kTerms; ++i)
+            scaled[i / 4][i % 4] = MultiplyTwice(plain[0][i / 4][i % 4], factors[i % 2]);
+          AddFrameProduct<L>(sum, column, scaled, of.right.Tile(tile));
+        }
+      };
+#pragma unroll 1
+      for (int tile = 0; tile < kChunkTiles; ++tile) add(triangle, tile), add(next, tile);
+      return;
+    }
+    meanwhile();
+    BeginProducts();
+    ForProducts<kTerms, true>([&](int i, int j) {
+#pragma unroll
+      for (int tile = 0; tile < 2 * kChunkTiles; ++tile) {
+        const OneTriangle<Right>& of = tile < kChunkTiles ? triangle : next;
+        const int row = tile % kChunkTiles;
+        Multiply<true>(sum, warp,
+                       Down{OwnPanel(of.left)}.Tile(row).Behind((kTerms - 1 - i) * L::kTermBytes),
+                       of.right.Tile(row).Behind((kTerms - 1 - j) * L::kTermBytes));
+      }
+    });
+    CommitProducts();
+    Finish(sum);
+  }
+
   const Call& call;
   const Maps& maps;
   const uint4* const state_gradients;
   unsigned char* const memory;
   const uint32_t shared;
-  const int warp, group;  // the warp in its warpgroup, and the warpgroup
-  const int panel, half;
-  int marks_index;     // of this chunk among the chunks of all rows
-  int64_t first;       // the element of the first token of the chunk
-  int stride, tokens;  // elements from token to token; tokens of the chunk
+  const int warp, group;        // the warp in its warpgroup, and the warpgroup
+  const int panel, part, half;  // the half has the part
+  int marks_index;              // of this chunk among the chunks of all rows
+  int64_t first;                // the element of the first token of the chunk
+  int stride, tokens;           // elements from token to token; tokens of the chunk
   // Unless kFilled, `first` and `stride` count heads.
   Frames frames = Frames::kChunk;
   int map_row, map_column;  // with kHasMaps: where the chunk begins in an array
@@ -2004,26 +2246,34 @@ __device__ __forceinline__ void RunPhases(const Call& call, const typename Gradi
   __syncthreads();
   gradients.ForgetBoxBarriers();
 
-  gradients.TokenProducts();
-  Left du[kChunkTiles][Gradients::kTerms];
-  if (gradients.HasValues())
+  typename Gradients::Terms terms;
+  if constexpr (Gradients::kFloat) {
+    gradients.ValuesByRoles();
     PublishOperands();
-  else
-    gradients.FirstValueGradients(du);
-  __syncthreads();
-  if (gradients.HasValues()) {
-    gradients.Values();
-    gradients.TriangleGradients();
-    PublishOperands();
+    __syncthreads();
+    gradients.OperandGradients(terms);
+    __syncthreads();
+    gradients.PartGradients(decays, terms);
   } else {
-    gradients.ValueGradients(du);
+    gradients.TokenProducts();
+    Left du[kChunkTiles][Gradients::kTerms];
+    if (gradients.HasValues())
+      PublishOperands();
+    else
+      gradients.FirstValueGradients(du);
+    __syncthreads();
+    if (gradients.HasValues()) {
+      gradients.Values();
+      gradients.TriangleGradients();
+      PublishOperands();
+    } else {
+      gradients.ValueGradients(du);
+    }
+    __syncthreads();
+    gradients.KeyGradients(decays, terms);
+    if constexpr (Gradients::kKeyed) gradients.FetchKeys();
+    gradients.QueryGradients(decays, terms);
   }
-  __syncthreads();
-
-  DecayTerms terms;
-  gradients.KeyGradients(decays, terms);
-  if constexpr (Gradients::kKeyed) gradients.FetchKeys();
-  gradients.QueryGradients(decays, terms);
   gradients.DecayGradient(terms);
   if constexpr (Gradients::kKeyed) gradients.KeysGradients();
 }
@@ -2033,10 +2283,14 @@ template <typename T, int N>
 constexpr int kBlocksPerMultiprocessor = kAmpleSharedMemory && N == 64 && kTermsOf<T> == 1 ? 2 : 1;
 
 template <typename T, int N, bool kMarked, bool kFramed, bool kAmple, typename Call>
-__global__ __launch_bounds__(4 * N, (kBlocksPerMultiprocessor<T, N>)) void GradientKernel(
-    const __grid_constant__ Call call,
-    const __grid_constant__ RowMapsOf<T, kMarked, kFramed, kAmple, Call> maps,
-    const uint4* state_gradients, uint32_t* steep) {
+__global__ __launch_bounds__(
+    (GradientLayout<T, N, kAmple>::kThreads),
+    (kBlocksPerMultiprocessor<T, N>)) void GradientKernel(const __grid_constant__ Call call,
+                                                          const __grid_constant__ RowMapsOf<
+                                                              T, kMarked, kFramed, kAmple, Call>
+                                                              maps,
+                                                          const uint4* state_gradients,
+                                                          uint32_t* steep) {
   if constexpr (kAmple || !kNeverLessMemory)
     RunPhases<ChunkGradients<T, N, kMarked, kFramed, kAmple, Call>>(call, maps, state_gradients,
                                                                     steep);
