@@ -30,7 +30,7 @@ Rules RulesOf(const Problem& problem) {
 const char* WhyByToken(const Rules& rules, const Problem& problem) {
   if (problem.exact) return "precision is 'highest'";
   if (problem.dtype == Dtype::kF32 && !rules.takes_float32)
-    return "of float32 only wkv7 with heads of 64 runs on matrix units";
+    return "of float32 only heads of 64 run on matrix units";
   if (rules.matrix_head_size == 0)
     return problem.op == Op::kWkv7
                ? "only head sizes that are multiples of 8 from 16 to 128 run on matrix units"

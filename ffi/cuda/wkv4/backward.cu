@@ -28,17 +28,35 @@ template <typename T>
 struct KeptStates {
   static constexpr int W = kWidth<T>;
 
-  // For each token of a run, the state before it: num, den and, for a slow token, log_max. In a run
-  // with marks whose weights are near, the third is the weight of the token.
-  float kept[kRun][3][W][kThreads];
+  // For each token of a run, the state before it: num, den and, for a slow token, log_max. Where weights are
+  // near, the third is the weight of the token.
+  alignas(sizeof(float) * W) float kept[kRun][3][kThreads][W];
 
-  __device__ float& Kept(int t, int part, int c) { return kept[t][part][c][threadIdx.x]; }
+  __device__ float& Kept(int t, int part, int c) { return kept[t][part][threadIdx.x][c]; }
+  // Both channels of a lane in one access.
+  __device__ void Keep(int t, int part, const float (&x)[W]) {
+    Vector& to = *reinterpret_cast<Vector*>(kept[t][part][threadIdx.x]);
+    if constexpr (W == 1)
+      to = x[0];
+    else
+      to = {x[0], x[1]};
+  }
+  __device__ void Load(int t, int part, float (&x)[W]) const {
+    const Vector from = *reinterpret_cast<const Vector*>(kept[t][part][threadIdx.x]);
+    if constexpr (W == 1)
+      x[0] = from;
+    else
+      x[0] = from.x, x[1] = from.y;
+  }
+
+ private:
+  using Vector = std::conditional_t<W == 1, float, float2>;
 };
 
 template <typename T>
 struct BackwardShared : KeptStates<T> {
-  // The sums of two chunks: those of one chunk are read while those of the next one are stored.
-  ChunkSums<T> runs[2], cotangents[2];
+  ChunkWords<3> words;
+  ChunkSums<T> runs, cotangents[2];
   float dlog_max[kWidth<T>][32];
 };
 
@@ -53,8 +71,15 @@ struct BackwardRun {
   KeptStates<T>& shared;
   const Place<T, kMarked>& place;
   const Weights<T, kMarked>& weights;
-  const Words &k, &v, &dy;
+  const Words &v, &dy;
   uint32_t slow;
+
+  // Keeps the weights, where they are near. Has to come before Replay.
+  __device__ void KeepWeights() {
+    if (weights.slow == ~0u) return;
+#pragma unroll
+    for (int t = 0; t < kRun; ++t) shared.Keep(t, 2, weights.weight[t]);
+  }
 
   struct Own {
     Sums cotangent;  // a_t and b_t
@@ -128,52 +153,43 @@ struct BackwardRun {
   template <bool kSome>
   __device__ void ReplayNear(TileMarks<kSome> marks, const Sums (&before)[W],
                              Sums (&cotangents)[W]) {
-    float num[W], den[W], decays[W], gauge[W];
+    float num[W], den[W], decays[W];
 #pragma unroll
     for (int c = 0; c < W; ++c) {
       const float scale = weights.Relative(before[c].log_max, weights.gauge[c]);
       num[c] = before[c].num * scale;
       den[c] = before[c].den * scale;
-      decays[c] = 1.0f;
-      gauge[c] = weights.gauge[c];
+      // The cotangents are relative to a key, which is the gauge but for rounding.
+      cotangents[c].log_max = -weights.gauge[c] * (1.0f / kLog2E);
+      decays[c] = weights.Relative(-cotangents[c].log_max, weights.gauge[c]);
     }
 #pragma unroll
     for (int t = 0; t < kRun; ++t) {
-      float key[W], value[W], dys[W];
-      Unpack<T>(k.x[t], key);
+      float value[W], dys[W], weight[W];
       Unpack<T>(v.x[t], value);
       Unpack<T>(dy.x[t], dys);
+      shared.Load(t, 2, weight);
+#pragma unroll
+      for (int c = 0; c < W; ++c)
+        if (marks.Starts(t)) num[c] = den[c] = 0.0f;
+      shared.Keep(t, 0, num);
+      shared.Keep(t, 1, den);
 #pragma unroll
       for (int c = 0; c < W; ++c) {
-        if (marks.Starts(t)) {
-          num[c] = den[c] = 0.0f;
-          gauge[c] = weights.Gauge(key[c]);
-        }
-        const float weight = weights.Relative(key[c], gauge[c]);
-        shared.Kept(t, 0, c) = num[c];
-        shared.Kept(t, 1, c) = den[c];
-        if (kSome) shared.Kept(t, 2, c) = weight;
         if (marks.Absent(t)) continue;
-        const Near near = NearToken(c, weight, num[c], den[c], value[c], dys[c]);
+        const Near near = NearToken(c, weight[c], num[c], den[c], value[c], dys[c]);
         if (!marks.Starts(0, t + 1)) {
           cotangents[c].num = fmaf(decays[c], near.a, cotangents[c].num);
           cotangents[c].den = fmaf(decays[c], near.b, cotangents[c].den);
           decays[c] *= channel[c].decay;
         }
-        num[c] = fmaf(channel[c].decay, num[c], weight * value[c]);
-        den[c] = fmaf(channel[c].decay, den[c], weight);
+        num[c] = fmaf(channel[c].decay, num[c], weight[c] * value[c]);
+        den[c] = fmaf(channel[c].decay, den[c], weight[c]);
       }
     }
-    if (kSome && place.Readers() == 0) return;
-    // The cotangents become relative to a key, which is the gauge but for rounding.
-    float key[W];
-    Unpack<T>(k.x[0], key);
+    if (kSome && place.Readers() == 0)
 #pragma unroll
-    for (int c = 0; c < W; ++c) {
-      if (kSome) key[c] = weights.gauge[c] * (1.0f / kLog2E);
-      const float scale = weights.Relative(key[c], weights.gauge[c]);
-      cotangents[c] = {cotangents[c].num * scale, cotangents[c].den * scale, -key[c]};
-    }
+      for (int c = 0; c < W; ++c) cotangents[c] = Nothing();
   }
 
   __device__ Sums Kept(int t, int c) const {
@@ -184,24 +200,12 @@ struct BackwardRun {
   __device__ int LargestToken(int own) const {
     float log_max = -FLT_MAX;
     int token = 0;
-    const auto take = [&](int t, float key) {
-      if (place.marks.Absent(t)) return;
+    place.ForEach(column, call, [&](int t, int c, float key, float) {
+      if (c != own || place.marks.Absent(t)) return;
       if (place.marks.Starts(t)) log_max = -FLT_MAX;
       log_max += channel[own].w;
       if (key > log_max) log_max = key, token = t;
-    };
-    if (place.Whole(column)) {
-#pragma unroll
-      for (int t = 0; t < kRun; ++t) {
-        float key[W];
-        Unpack<T>(k.x[t], key);
-        take(t, key[own]);
-      }
-    } else {
-      place.ForEach(column, call, [&](int t, int c, float key, float) {
-        if (c == own) take(t, key);
-      });
-    }
+    });
     return token;
   }
 
@@ -249,18 +253,9 @@ struct BackwardRun {
                             const float (&dlog_max)[W], float (&dw)[W], float (&du)[W]) {
     float dk[W], dv[W], num[W], den[W], to_w[W] = {}, to_u[W] = {};
 #pragma unroll
-    for (int c = 0; c < W; ++c) num[c] = weights.gauge[c];
-#pragma unroll
-    for (int t = 0; t < kRun; ++t) {
-      float key[W];
-      Unpack<T>(k.x[t], key);
-#pragma unroll
-      for (int c = 0; c < W; ++c)
-        if (marks.Starts(t)) num[c] = weights.Gauge(key[c]);
-    }
-#pragma unroll
     for (int c = 0; c < W; ++c) {
-      const float scale = Exp2(fminf(fmaf(after[c].log_max, kLog2E, num[c]), 2.0f * kNear));
+      const float scale =
+          Exp2(fminf(fmaf(after[c].log_max, kLog2E, weights.last_gauge[c]), 2.0f * kNear));
       num[c] = after[c].num * scale;
       den[c] = after[c].den * scale;
     }
@@ -268,25 +263,24 @@ struct BackwardRun {
     T *dk_to = static_cast<T*>(call.dk) + last, *dv_to = static_cast<T*>(call.dv) + last;
 #pragma unroll
     for (int t = kRun - 1; t >= 0; --t, dk_to -= column.channels, dv_to -= column.channels) {
-      float key[W], value[W], dys[W];
-      Unpack<T>(k.x[t], key);
+      float value[W], dys[W], kept_num[W], kept_den[W], weight[W];
       Unpack<T>(v.x[t], value);
       Unpack<T>(dy.x[t], dys);
+      shared.Load(t, 0, kept_num);
+      shared.Load(t, 1, kept_den);
+      shared.Load(t, 2, weight);
 #pragma unroll
       for (int c = 0; c < W; ++c) {
         dk[c] = dv[c] = 0.0f;
         if (marks.Absent(t)) continue;
-        const float kept_num = shared.Kept(t, 0, c), kept_den = shared.Kept(t, 1, c);
-        const float weight =
-            kSome ? shared.Kept(t, 2, c) : weights.Relative(key[c], weights.gauge[c]);
-        const Near near = NearToken(c, weight, kept_num, kept_den, value[c], dys[c]);
+        const Near near = NearToken(c, weight[c], kept_num[c], kept_den[c], value[c], dys[c]);
         const float to_own = near.a * near.lead;
         if (!kSome || !Slow(t)) {
-          to_w[c] = fmaf(num[c], kept_num, fmaf(den[c], kept_den, to_w[c]));
-          to_u[c] = fmaf(weight, to_own, to_u[c]);
+          to_w[c] = fmaf(num[c], kept_num[c], fmaf(den[c], kept_den[c], to_w[c]));
+          to_u[c] = fmaf(weight[c], to_own, to_u[c]);
         }
-        dv[c] = weight * fmaf(channel[c].bonus, near.a, num[c]);
-        dk[c] = fmaf(weight, fmaf(channel[c].bonus, to_own, fmaf(num[c], value[c], den[c])),
+        dv[c] = weight[c] * fmaf(channel[c].bonus, near.a, num[c]);
+        dk[c] = fmaf(weight[c], fmaf(channel[c].bonus, to_own, fmaf(num[c], value[c], den[c])),
                      t == at[c] ? dlog_max[c] : 0.0f);
         num[c] = fmaf(channel[c].decay, num[c], near.a);
         den[c] = fmaf(channel[c].decay, den[c], near.b);
@@ -365,11 +359,11 @@ __device__ void StoreInitial(const Column<T>& column, const Wkv4BackwardCall& ca
 // Who waits for whom. Each chunk has two barriers, each a __syncthreads:
 //
 //   barrier   threads wait until all warps have...               because next they...
-//   first     stored the sums of their runs                      find the states before their runs
+//   first     stored the sums of their runs and read the words   find the states before their runs and copy
+//                                                                the next chunk's words
 //   second    stored what their runs add to the cotangents       find the cotangents after their runs
 //
-// ChunkSums have two stages, so a warp that is ahead stores the next chunk's sums beside the
-// present ones.
+// What comes into a chunk of cotangents has two stages, since it is stored behind the second barrier.
 template <typename T, bool kTransition, bool kMarked>
 __global__ __launch_bounds__(kThreads,
                              2) void BackwardKernel(const __grid_constant__ Wkv4BackwardCall call,
@@ -421,6 +415,11 @@ __global__ __launch_bounds__(kThreads,
   bool final = split == splits - 1;  // whether the chunk is the last one of the sequence
   int64_t chunk = (end + kChunk - 1) / kChunk;
   const int64_t first_chunk = begin / kChunk, last_length = end - (chunk - 1) * kChunk;
+  const auto copy = [&](int64_t chunk, int length) {
+    shared.words.Copy(column, {call.k, call.v, call.dy},
+                      span.first_token + chunk * kChunk + kRun * warp, length - kRun * warp, warp);
+  };
+  if (begin < end) copy(chunk - 1, static_cast<int>(last_length));
   if (begin < end) marks.Bring(call.marks, column.sequence, chunk - 1);
   int stage = 0;
   for (; begin < end && chunk > first_chunk; final = false, stage ^= 1) {
@@ -428,26 +427,30 @@ __global__ __launch_bounds__(kThreads,
     const int length = final ? static_cast<int>(last_length) : static_cast<int>(kChunk);
     const Runs<kMarked> runs(length, marks.Of(chunk));
     const Place<T, kMarked> place(column, span.first_token + chunk * kChunk, runs, warp);
-    Words k, v, dy;
-    if (place.Whole(column)) {
-      k.Load(column, call.k, place);
-      v.Load(column, call.v, place);
-      dy.Load(column, call.dy, place);
-    }
-    if (chunk > first_chunk) {
-      FetchRun(column, call, place.row - kChunk);
-      if (warp == 0) FetchState(column, call, span.first_chunk + chunk - 1);
-    }
-    ChunkSums<T>&sums = shared.runs[stage], &cotangents = shared.cotangents[stage];
+    if (chunk > first_chunk && warp == 0) FetchState(column, call, span.first_chunk + chunk - 1);
+    ChunkSums<T>&sums = shared.runs, &cotangents = shared.cotangents[stage];
     Sums before[W], added[W], after[W];
     if (warp == 0)
 #pragma unroll
       for (int c = 0; c < W; ++c)
-        sums[kWarps].Put(c, column.LoadState(call.states, span.first_chunk + chunk, c));
+        before[c] = column.LoadState(call.states, span.first_chunk + chunk, c);
+    Words k, v, dy;
+    WaitForCopies<0>();
+    __syncwarp();
+    k.Load(shared.words.words[0][warp]);
+    v.Load(shared.words.words[1][warp]);
     const Weights<T, kMarked> weights(column, call, place, k, v, channel);
+    BackwardRun<T, kMarked> run{column, call, channel, shared, place, weights, v, dy};
+    run.KeepWeights();
 #pragma unroll
-    for (int c = 0; c < W; ++c) sums[warp].Put(c, weights.sums[c]);
+    for (int c = 0; c < W; ++c) {
+      sums[warp].Put(c, weights.sums[c]);
+      if (warp == 0) sums[kWarps].Put(c, before[c]);
+    }
     __syncthreads();
+    dy.Load(shared.words.words[2][warp]);
+    __syncwarp();
+    if (chunk > first_chunk) copy(chunk - 1, kChunk);
 
     if (final && warp == 0) {
       Before<T>(sums, kWarps, runs, channel, before);
@@ -460,10 +463,13 @@ __global__ __launch_bounds__(kThreads,
       }
     }
     Before<T>(sums, warp, runs, channel, before);
-    BackwardRun<T, kMarked> run{column, call, channel, shared, place, weights, k, v, dy};
     run.Replay(before, added);
+    int largest[W];  // the run that the final log_max is from
 #pragma unroll
-    for (int c = 0; c < W; ++c) cotangents[warp].Put(c, added[c]);
+    for (int c = 0; c < W; ++c) {
+      cotangents[warp].Put(c, added[c]);
+      if (final || dlog_max[c] != 0.0f) largest[c] = LargestRun<T>(sums, runs, channel[c].w, c);
+    }
     __syncthreads();
 
     After<T>(cotangents, warp, runs, channel, after);
@@ -478,11 +484,10 @@ __global__ __launch_bounds__(kThreads,
       if (final) dlog_max[c] = shared.dlog_max[c][Lane()];
       at[c] = -1;
       if (dlog_max[c] == 0.0f) continue;
-      const int largest = LargestRun<T>(sums, runs, channel[c].w, c);
-      if (largest == warp) {
+      if (largest[c] == warp) {
         at[c] = run.LargestToken(c);
         dw[c] = fmaf(runs.TokensAfter(kRun * warp + at[c]), dlog_max[c], dw[c]);
-      } else if (largest >= 0) {
+      } else if (largest[c] >= 0) {
         at[c] = kRun;
       } else if (warp == 0) {
         dw[c] = fmaf(runs.Tokens(), dlog_max[c], dw[c]);
@@ -607,7 +612,8 @@ __global__ __launch_bounds__(kThreads, 2) void BackwardByWarpsKernel(
       int at[W];
 #pragma unroll
       for (int c = 0; c < W; ++c) state[c] = by_run[j].Get(c);
-      BackwardRun<T, true> run{column, call, channel, shared, place, weights, k, v, dy};
+      BackwardRun<T, true> run{column, call, channel, shared, place, weights, v, dy};
+      run.KeepWeights();
       run.Replay(state, added);
 #pragma unroll
       for (int c = 0; c < W; ++c) {

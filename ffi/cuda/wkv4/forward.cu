@@ -70,13 +70,15 @@ __device__ void Write(const Column<T>& column, const Wkv4ForwardCall& call,
 //
 // Each chunk has one barrier, a __syncthreads: a warp waits there until all warps have stored the
 // sums of their runs, and then finds the state before its run. ChunkSums have two stages, so a warp
-// that is ahead stores the next chunk's sums beside the present ones.
+// that is ahead stores the next chunk's sums beside the present ones. The words of a chunk are copied
+// to shared memory two chunks ahead, behind the barrier at which a warp has read what they overwrite.
 template <typename T, bool kTransition, bool kMarked>
 __global__ __launch_bounds__(kThreads, kWidth<T> == 1 ? 3 : 2) void ForwardKernel(
     const __grid_constant__ Wkv4ForwardCall call, int64_t splits, Wkv4State<float> transitions,
     Splits longs) {
   constexpr int W = kWidth<T>;
   __shared__ ChunkSums<T> by_run[2];
+  __shared__ ChunkWords<2> chunk_words[2];
   __shared__ __align__(16) uint32_t words[kThreads];
   SharedMarks<kMarked> marks{words};
   const int warp = Warp();
@@ -88,15 +90,14 @@ __global__ __launch_bounds__(kThreads, kWidth<T> == 1 ? 3 : 2) void ForwardKerne
   const Division division(span, splits);
   const int64_t begin = division.First(split), end = division.First(split + 1);
   const int64_t transition_row = column.sequence * (splits - 1) * kWkv4ForwardTransition;
-  // The words of the next chunk travel while the present one is computed.
-  Words k, v;
-  const auto load = [&](int64_t start) {
-    const Place<T, kMarked> place(column, span.first_token + start, ChunkLength(start, end), warp);
-    if (!place.Whole(column)) return;
-    k.Load(column, call.k, place);
-    v.Load(column, call.v, place);
+  const auto copy = [&](int64_t start, int stage) {
+    if (start < end)
+      chunk_words[stage].Copy(column, {call.k, call.v}, span.first_token + start + kRun * warp,
+                              ChunkLength(start, end) - kRun * warp, warp);
+    CommitCopies();
   };
-  load(begin);
+  copy(begin, 0);
+  copy(begin + kChunk, 1);
   Channel channel[W];
 #pragma unroll
   for (int c = 0; c < W; ++c) {
@@ -117,11 +118,16 @@ __global__ __launch_bounds__(kThreads, kWidth<T> == 1 ? 3 : 2) void ForwardKerne
   for (int64_t start = begin; start < end; start += kChunk, stage ^= 1) {
     const Runs<kMarked> runs(ChunkLength(start, end), marks.Of(start / kChunk));
     const Place<T, kMarked> place(column, span.first_token + start, runs, warp);
+    Words k, v;
+    WaitForCopies<1>();
+    __syncwarp();
+    k.Load(chunk_words[stage].words[0][warp]);
+    v.Load(chunk_words[stage].words[1][warp]);
     const Weights<T, kMarked> weights(column, call, place, k, v, channel);
-    load(start + kChunk);
 #pragma unroll
     for (int c = 0; c < W; ++c) by_run[stage][warp].Put(c, weights.sums[c]);
     __syncthreads();
+    copy(start + 2 * kChunk, stage);
     Sums before[W];
     Before<T>(by_run[stage], warp, runs, channel, before);
 #pragma unroll

@@ -116,6 +116,8 @@ class Column {
   int count;   // the number of channels of this lane that exist
   bool words;  // whether these channels are one aligned word in every row
 
+  // The first channel of the column.
+  __device__ int64_t First() const { return first_ - Lane() * kWidth<T>; }
   // The first element of the lane in a row. In the next row it is `channels` elements further.
   __device__ int64_t At(int64_t row) const { return row * channels + first_; }
 
@@ -422,7 +424,7 @@ __device__ void WithRuns(const Runs<kMarked>& runs, const Body& body) {
 // The sums of the channels of a warp, in shared memory.
 template <int kChannels>
 struct WarpSums {
-  float parts[3][32][kChannels];
+  alignas(sizeof(float) * kChannels) float parts[3][32][kChannels];
 
   __device__ void Put(int c, const Sums& sums) {
     parts[0][Lane()][c] = sums.num;
@@ -449,20 +451,45 @@ __device__ void Gather(const ChunkSums<T>& by_run, const Channel (&channel)[kWid
 #pragma unroll
   for (int c = 0; c < kWidth<T>; ++c)
     sums[c] = {0.0f, 0.0f, counts(kWarps) ? exponent(kWarps, c) : -FLT_MAX};
+  // Loads of several sums are under way at a time, so they do not depend on whether each counts.
+  constexpr int kAtOnce = 4;
+  const auto for_runs = [&](const auto& body) {
 #pragma unroll
-  for (int j = 0; j < kWarps; ++j)
-    if (counts(j))
+    for (int first = 0; first < kWarps; first += kAtOnce) {
+      bool some = false;
 #pragma unroll
-      for (int c = 0; c < kWidth<T>; ++c) sums[c].log_max = fmaxf(sums[c].log_max, exponent(j, c));
+      for (int j = first; j < first + kAtOnce; ++j) some = some || counts(j);
+      if (some) body(first);
+    }
+  };
+  for_runs([&](int first) {
+    float exponents[kAtOnce][kWidth<T>];
 #pragma unroll
-  for (int j = 0; j <= kWarps; ++j)
-    if (counts(j))
+    for (int i = 0; i < kAtOnce; ++i)
+#pragma unroll
+      for (int c = 0; c < kWidth<T>; ++c) exponents[i][c] = exponent(first + i, c);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
 #pragma unroll
       for (int c = 0; c < kWidth<T>; ++c) {
-        const float scale = Exp(exponent(j, c) - sums[c].log_max);
-        sums[c].num = fmaf(scale, by_run[j].parts[0][Lane()][c], sums[c].num);
-        sums[c].den = fmaf(scale, by_run[j].parts[1][Lane()][c], sums[c].den);
+        const float more = fmaxf(sums[c].log_max, exponents[i][c]);
+        if (counts(first + i)) sums[c].log_max = more;
       }
+  });
+  const auto add = [&](int j, bool counted) {
+#pragma unroll
+    for (int c = 0; c < kWidth<T>; ++c) {
+      const float scale = Exp(exponent(j, c) - sums[c].log_max);
+      const float num = fmaf(scale, by_run[j].parts[0][Lane()][c], sums[c].num);
+      const float den = fmaf(scale, by_run[j].parts[1][Lane()][c], sums[c].den);
+      if (counted) sums[c].num = num, sums[c].den = den;
+    }
+  };
+  for_runs([&](int first) {
+#pragma unroll
+    for (int j = first; j < first + kAtOnce; ++j) add(j, counts(j));
+  });
+  if (counts(kWarps)) add(kWarps, true);
 }
 
 // Finds the state before the run of `warp`, or with kWarps the state after the chunk, from the runs
@@ -588,6 +615,43 @@ struct Words {
     else
       load(kRun);
   }
+  __device__ void Load(const uint32_t (&run)[kRun][32]) {
+#pragma unroll
+    for (int t = 0; t < kRun; ++t) x[t] = run[t][Lane()];
+  }
+};
+
+// The words of a chunk in shared memory. Each warp copies and reads its own run.
+template <int kArrays>
+struct alignas(16) ChunkWords {
+  uint32_t words[kArrays][kWarps][kRun][32];
+
+  // Starts to copy the run of this warp, `count` tokens from `row` on, and clears the words of the others.
+  template <typename T>
+  __device__ void Copy(const Column<T>& column, const void* const (&arrays)[kArrays], int64_t row,
+                       int count, int warp) {
+    constexpr int kPiece = 16 / sizeof(T);
+    const int64_t channels = column.channels;
+    if (channels % kPiece != 0) {
+      if (column.words)
+        for (int i = 0; i < kArrays; ++i)
+#pragma unroll 1
+          for (int t = 0; t < kRun; ++t)
+            CopyWordAsync(SharedAddress(&words[i][warp][t][Lane()]),
+                          static_cast<const T*>(arrays[i]) + column.At(row + t), t < count);
+      return;
+    }
+    // The lanes copy for one another.
+    const int t = Lane() / 8, piece = Lane() % 8;
+    const int64_t channel = column.First() + kPiece * piece, at = (row + t) * channels + channel;
+    if (channel >= channels) return;
+#pragma unroll
+    for (int i = 0; i < kArrays; ++i)
+#pragma unroll
+      for (int later = 0; later < kRun; later += 4)
+        CopyAsync(SharedAddress(&words[i][warp][t + later][4 * piece]),
+                  static_cast<const T*>(arrays[i]) + at + later * channels, t + later < count);
+  }
 };
 
 // Clears the state before token t if a segment starts there; backwards, clears its cotangent.
@@ -612,7 +676,7 @@ struct Weights {
   // A bit for each token, the same for all tokens of a segment: whether the token is slow, since
   // the run is not whole or the weights of the segment are not near each other.
   uint32_t slow;
-  float gauge[W];  // of the first segment in the run
+  float gauge[W], last_gauge[W];  // of the first and the last segment in the run
   // For each token, its weight times 2^-gauge, and that times v_t; 0 for padding.
   float weight[kRun][W], weighted[kRun][W];
   Sums sums[W];
@@ -693,6 +757,7 @@ struct Weights {
     end_segment(~0u);
 #pragma unroll
     for (int c = 0; c < W; ++c) {
+      last_gauge[c] = now[c];
       if (!(channel[c].bonus >= Exp2(-kNear) && channel[c].bonus <= Exp2(kNear))) slow = ~0u;
       const float scale = Exp2(-fmaf(sums[c].log_max, kLog2E, -now[c]));
       sums[c].num *= scale;
