@@ -62,6 +62,9 @@
 #include <algorithm>
 #include <utility>
 
+#ifndef RWKV_JAX_EMULATION
+#include "hopper.cuh"
+#endif
 #include "kernel_choice.cuh"
 #include "launch.cuh"
 #include "wkv7/kernels.h"
@@ -90,7 +93,8 @@ struct Scan : Wkv7Call {
 
 // How the warpgroups of a block share the work on a tile.
 enum class Work {
-  // One warpgroup does all, so that more blocks fit a multiprocessor and hide each other's latency.
+  // One warpgroup does all, so that more blocks fit a multiprocessor and hide each other's latency. Of floats
+  // fewer blocks fit, and a second warpgroup does what is not the state's.
   kTogether,
   // The state, the products and the operands have warpgroups of their own, so that a tile takes
   // less time.
@@ -128,9 +132,11 @@ struct ScanLayout {
   static constexpr bool kSpecialized = kWork == Work::kSpecialized;
   static constexpr bool kTransition = kWork == Work::kTransition;
   static constexpr int kStateThreads = 2 * N;
-  static constexpr int kThreads = kStateThreads * (kTransition ? 2 : 1) + (kSpecialized ? 256 : 0);
-  static constexpr int kBlocks =
-      kThreads > 256 ? 1 : 512 / kTerms / kThreads;  // on a multiprocessor
+  // Warpgroups without a state.
+  static constexpr int kHelpers = kSpecialized ? 2 : kWork == Work::kTogether ? kTerms - 1 : 0;
+  static constexpr int kThreads = kStateThreads * (kTransition ? 2 : 1) + 128 * kHelpers;
+  // On a multiprocessor.
+  static constexpr int kBlocks = kThreads > 256 || (kTransition && kTerms > 1) ? 1 : 512 / kThreads;
   static constexpr int kPanelBytes = kTileTokens * kRowBytes;
   static constexpr int kPanelsBytes = kPanels * kPanelBytes;  // of a term of a tile
   static constexpr int kProductTermBytes = 4 * kTileBytes;
@@ -686,13 +692,13 @@ class ScanBlock {
       : scan(scan),
         memory(memory),
         shared(SharedAddress(memory)),
-        warpgroup(kTogether ? 0 : Warp() / 4),
+        warpgroup(L::kThreads == 128 ? 0 : Warp() / 4),
         warp(Warp() % (4 * L::kPanels)),
         identity(L::kTransition && warpgroup >= L::kPanels),
-        multiplies(warpgroup == (L::kSpecialized ? L::kPanels : 0)),
-        scales(warpgroup == (kTogether         ? 0
-                             : L::kSpecialized ? L::kPanels + 1
-                                               : 1)),
+        multiplies(warpgroup == (L::kHelpers > 0 ? L::kPanels : 0)),
+        scales(warpgroup == (L::kHelpers > 0  ? L::kPanels + L::kHelpers - 1
+                             : L::kTransition ? 1
+                                              : 0)),
         copies(L::kTransition ? warpgroup == 2 * L::kPanels - 1 : multiplies),
         for_later(L::kTransition && scan.splits.memory != nullptr) {}
 
@@ -1065,6 +1071,17 @@ class ScanBlock {
   uint32_t next_word;                // marks of the tile that is copied next
 };
 
+// Of two warpgroups with 128 registers a thread, that with the state takes some of the other's.
+template <bool kOnState>
+__device__ void ShareRegisters() {
+#if RWKV_JAX_WARPGROUP_PRODUCTS
+  if constexpr (kOnState)
+    hopper::TakeRegisters<152>();
+  else
+    hopper::GiveRegisters<104>();
+#endif
+}
+
 template <typename T, int N, bool kReverse, bool kOutput, Work kWork, bool kMarked, Kind kKind,
           bool kAmple>
 __global__ __launch_bounds__(
@@ -1080,12 +1097,15 @@ __global__ __launch_bounds__(
     if (!block.Find()) return;
     typename Block::Scaling scaling;
     block.Prologue(scaling);
-    if constexpr (kWork != Work::kSpecialized)
+    if constexpr (Block::L::kHelpers == 0)
       block.template MainLoop<true, true>(scaling);
-    else if (block.OnState())
+    else if (block.OnState()) {
+      if constexpr (kWork == Work::kTogether) ShareRegisters<true>();
       block.template MainLoop<true, false>(scaling);
-    else
+    } else {
+      if constexpr (kWork == Work::kTogether) ShareRegisters<false>();
       block.template MainLoop<false, true>(scaling);
+    }
   }
 }
 
