@@ -711,7 +711,7 @@ class ChunkGradients {
     }
     copy(L::kKh, call.k, KeySize());
     copy(L::kRt, call.r, KeySize());
-    if constexpr (kBf16) CommitCopies();  // else v and dy are converted with the scaled operands
+    CommitCopies();
     copy(L::kV, call.v, ValueSize());
     copy(L::kDy, call.dy, ValueSize());
     LoadStates(state);
@@ -786,15 +786,11 @@ class ChunkGradients {
   // until all has been.
   __device__ __forceinline__ void WaitForDecays() const {
     if (WaitForBoxes(0)) return;
-    WaitForCopies<kBf16 ? 2 : 1>();
+    WaitForCopies<2>();
     __syncthreads();
   }
   __device__ __forceinline__ void WaitForScaledOperands() const {
-    if (WaitForBoxes(1)) {
-      if constexpr (!kBf16) WaitForBoxes(2);
-    } else {
-      WaitForCopies<kBf16 ? 1 : 0>();
-    }
+    if (!WaitForBoxes(1)) WaitForCopies<1>();
   }
   __device__ __forceinline__ void WaitForChunk() const {
     if (!WaitForBoxes(2)) WaitForCopies<0>();
@@ -979,16 +975,47 @@ class ChunkGradients {
       for (int i = 0; i < 2; ++i) AddLogDecays(e[i], decays.log_decays[tile], itself, i);
       set([&](int i, int j) { return Exp2(-e[i][j]); });
       scale(L::kAt, a);
-      if constexpr (!kBf16) {
-        set([](int, int) { return 1.0f; });
-        load(L::kV, r);
-        scale(L::kV, r);
-        load(L::kDy, r);
-        scale(L::kDy, r);
-      }
     }
     if constexpr (kHasHalves)
       if (frames == Frames::kHalves) BringToOtherFrame();
+  }
+
+  // Rounds v and dy, which no decay scales, to bfloat16 or terms of it.
+  __device__ __forceinline__ void RoundValues() const {
+    if constexpr (kBf16) return;
+    __syncthreads();  // until the copies of all threads have come
+    constexpr int kPieces = kRowPieces / kTerms, kItems = kChunkTokens * kPieces;
+#pragma unroll
+    for (int step = 0; step < 2 * kItems / L::kThreads; ++step) {
+      const int item = threadIdx.x + step * L::kThreads;
+      const int row = item / kPieces % kChunkTokens, piece = item % kPieces * kTerms;
+      const int panel = (item < kItems ? L::kV : L::kDy) + piece / 8 * L::kPanelBytes;
+      const auto at = [&](int i, int term) {
+        return reinterpret_cast<uint4*>(
+            memory + PieceAddress(panel + term * L::kTermBytes, row, piece % 8 + i));
+      };
+      uint4 x[kTerms][kTerms];
+#pragma unroll
+      for (int i = 0; i < kTerms * kTerms; ++i)
+        x[i / kTerms][i % kTerms] = *at(i % kTerms, i / kTerms);
+#pragma unroll
+      for (int i = 0; i < kTerms; ++i) {
+        const uint4 first = x[i][0], last = x[i][kTerms - 1];
+        const uint32_t words[8] = {first.x, first.y, first.z, first.w,
+                                   last.x,  last.y,  last.z,  last.w};
+        uint32_t terms[4][kTerms];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          if constexpr (kFloat)
+            Round(__uint_as_float(words[2 * j]), __uint_as_float(words[2 * j + 1]), terms[j]);
+          else
+            Round(Pair<T>::Low(words[j]), Pair<T>::High(words[j]), terms[j]);
+        }
+#pragma unroll
+        for (int term = 0; term < kTerms; ++term)
+          *at(i, term) = {terms[0][term], terms[1][term], terms[2][term], terms[3][term]};
+      }
+    }
   }
 
   // Of halves, from the operands of this half: At and Rt in the first frame, and LastFrameRows.
@@ -2242,6 +2269,7 @@ __device__ __forceinline__ void RunPhases(const Call& call, const typename Gradi
   gradients.ScaleOperands(decays);
   gradients.ScaleState(state);
   gradients.WaitForChunk();
+  gradients.RoundValues();
   PublishOperands();
   __syncthreads();
   gradients.ForgetBoxBarriers();
