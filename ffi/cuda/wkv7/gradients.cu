@@ -1374,7 +1374,10 @@ class ChunkGradients {
     Product<L, false, kTiles>(warp, triangle, AllChannels(group == 1 ? L::kDy : L::kDz),
                               AllChannels(group == 0 ? L::kV : L::kU));
     Finish(triangle);
-    if (group == 0) WaitForAak();  // until dV needs it no longer
+    if (group == 0)
+      WaitForAak();  // until dV needs it no longer
+    else
+      WaitForWarpgroup();  // as often as the others, for racecheck
     StoreLower<L>(warp,
                   At(group == 0   ? L::kAak
                      : group == 1 ? L::kQrb
