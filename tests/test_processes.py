@@ -19,7 +19,7 @@ from support import scripts, tolerance
 
 TESTS = Path(__file__).parent
 MODEL = ("--layers=2", "--width=32", "--head-size=16", "--batch=2", "--context=32")
-MESHES = ("data=2,seq=2", "seq=2,model=2", "data=2,model=2")
+MESHES = ("seq=2,model=2", "data=2,model=2")
 """Meshes of two processes with two devices each. The first axis lies across the processes."""
 
 
