@@ -37,14 +37,16 @@ step() { printf '\n== %s (after %s s)\n' "$1" "$SECONDS"; }
 step "installation into $venv"
 [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
 pip() { "$venv/bin/python" -m pip --quiet --disable-pip-version-check "$@"; }
-pip wheel --no-deps --wheel-dir "$wheels" "$root"
-wheel=$(echo "$wheels"/*.whl)
+pip wheel --no-deps --wheel-dir "$wheels" "$root" &
+building=$!
 extras=${EXTRAS:-test${cuda_extra:+,$cuda_extra}}
 # --no-compile: compiling all modules, of which few are imported, takes longer than copying them.
 if [[ -n ${TORCH-} ]]; then
   pip install --no-compile ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$TORCH"
   extras+=,official
 fi
+wait "$building"
+wheel=$(echo "$wheels"/*.whl)
 pip install --no-compile "$wheel[$extras]"
 # In an environment of an earlier run the version is the same and the contents may not be.
 pip install --no-deps --force-reinstall "$wheel"

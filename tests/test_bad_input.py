@@ -180,6 +180,9 @@ def test_heads_without_channels(op: str, axis: str) -> None:
         for decay in run.operator.decays
         for name in run.names
         if name not in run.operator.shared
+        # Forms of decay are read in one place, but for native kernels.
+        if decay == run.operator.decays[-1]
+        or (name == "w" and (run.op == "wkv7" or run.implementation == "ffi"))
     ],
 )
 def test_nan_reaches_its_own_head_only(run: Run, decay: str, name: str) -> None:

@@ -432,7 +432,6 @@ def test_one_error_lists_all_tensors(tmp_path: Path) -> None:
         ),
         ("RWKV-7", {f"x{i}": (1,) for i in range(50)}, r"50 tensors.*\n(.*\n){20}  and 30 more$"),
     ],
-    ids=["disagree", "no elements", "many"],
 )
 def test_wrong_tensors(
     tmp_path: Path, version: str, changed: dict[str, tuple[int, ...]], message: str

@@ -99,21 +99,17 @@ EXACT = "highest"
 ALONE = [
     ("wkv7", Case(1, 16, 1, 64, dtype="bfloat16"), None, 132, 1),
     ("wkv7", Case(1, 65, 2, 64, dtype="bfloat16", decay="exp"), None, 1, 1),
-    ("wkv7", Case(1, 200, 1, 64, dtype="float16", decay="log"), None, 132, 1),
-    ("wkv7", Case(1, 200, 1, 64, dtype="float16"), None, 132, 0.45),
-    ("wkv7", Case(1, 81, 1, 128, dtype="bfloat16"), None, 1, 1),
+    ("wkv7", Case(1, 200, 1, 64, dtype="float16", decay="log"), None, 132, 0.45),
     ("wkv7", Case(1, 130, 1, 128, dtype="float16", decay="exp", regime="near 1"), None, 132, 1),
     ("wkv7", Case(1, 70, 2, 64, dtype="bfloat16", decay="log", regime="mixed"), None, 1, 1),
-    ("wkv7", Case(1, 200, 2, 64, dtype="bfloat16", decay="exp", regime="mixed"), None, 132, 1),
-    ("wkv7", Case(1, 81, 2, 64, dtype="bfloat16"), None, 1, 1),
+    ("wkv7", Case(1, 200, 1, 64, dtype="bfloat16", decay="exp", regime="mixed"), None, 132, 1),
     ("wkv7", Case(1, 130, 1, 64, dtype="bfloat16", decay="log", regime="near 0"), None, 1, 1),
-    ("wkv7", Case(1, 200, 1, 64, dtype="bfloat16", decay="exp", regime="extreme"), None, 132, 1),
+    ("wkv7", Case(1, 130, 1, 64, dtype="bfloat16", decay="exp", regime="extreme"), None, 132, 1),
     ("wkv7", Case(1, 70, 1, 128, dtype="bfloat16", decay="exp", regime="mixed"), None, 8, 1),
     ("wkv7", Case(1, 130, 1, 64, dtype="bfloat16", decay="log", regime="steep"), None, 132, 1),
     ("wkv7", Case(1, 70, 1, 128, dtype="float16", decay="exp", regime="steep"), None, 1, 1),
     ("wkv7", Case(1, 16, 1, 64), None, 132, 1),
-    ("wkv7", Case(1, 200, 2, 64), None, 132, 0.4),
-    ("wkv7", Case(1, 200, 1, 64, decay="log"), None, 132, 1),
+    ("wkv7", Case(1, 200, 1, 64), None, 132, 0.4),
     ("wkv7", Case(1, 81, 1, 64, decay="exp", regime="mixed"), None, 1, 1),
     ("wkv7", Case(1, 81, 1, 64, decay="log", regime="near 1"), None, 132, 1),
     ("wkv7", Case(1, 130, 1, 64, decay="exp", regime="near 0"), None, 132, 1),
@@ -121,52 +117,38 @@ ALONE = [
     ("wkv7", Case(1, 130, 1, 64, decay="exp", regime="steep"), None, 1, 1),
     ("wkv7", Case(1, 81, 1, 64, regime="extreme"), None, 132, 1),
     ("wkv7", Case(1, 81, 1, 64, decay="log"), EXACT, 132, 1),
-    ("wkv7", Case(1, 200, 2, 32, dtype="bfloat16"), None, 132, 0.6),
+    ("wkv7", Case(1, 130, 2, 32, dtype="bfloat16"), None, 132, 0.6),
     ("wkv7", Case(1, 130, 2, 96, V=48, dtype="bfloat16"), None, 132, 1),
-    ("wkv7", Case(2, 81, 2, 40, V=128, dtype="float16", decay="exp", regime="mixed"), None, 4, 1),
+    ("wkv7", Case(1, 81, 2, 40, V=128, dtype="float16", decay="exp", regime="mixed"), None, 4, 1),
     ("wkv7", Case(1, 130, 2, 48, V=24, dtype="bfloat16", decay="log", regime="steep"), None, 1, 1),
-    ("wkv7", Case(2, 1, 1, 32, decay="log"), None, 132, 1),
     ("wkv7", Case(1, 70, 2, 16, decay="exp", regime="mixed"), EXACT, 1, 0.3),
     ("wkv7", Case(1, 133, 1, 32, dtype="float16", decay="log"), EXACT, 132, 0.7),
     ("wkv7", Case(1, 130, 1, 64, dtype="bfloat16"), EXACT, 132, 1),
-    ("wkv7", Case(1, 69, 1, 128), None, 1, 1),
     ("wkv5", Case(1, 0, 2, 16, decay="log"), None, 132, 1),
     ("wkv6", Case(2, 1, 1, 32, decay="log"), None, 132, 1),
     ("wkv6", Case(2, 70, 2, 16, decay="exp", regime="mixed"), None, 1, 0.3),
-    ("wkv5", Case(1, 133, 1, 32, dtype="float16", decay="log"), None, 132, 1),
     ("wkv6", Case(1, 70, 2, 64, decay="exp"), None, 1, 1),
     ("wkv6", Case(1, 130, 1, 64, decay="log", regime="mixed"), None, 132, 1),
     ("wkv6", Case(2, 17, 1, 64, decay="exp", regime="near 1"), None, 132, 1),
     ("wkv6", Case(1, 81, 1, 64, decay="exp", regime="extreme"), None, 1, 1),
-    ("wkv5", Case(1, 200, 1, 64, decay="exp", regime="mixed"), None, 132, 1),
     ("wkv6", Case(1, 200, 1, 64, decay="log", regime="steep"), None, 132, 1),
     ("wkv5", Case(2, 130, 1, 64, dtype="bfloat16", decay="exp"), EXACT, 132, 1),
-    ("wkv5", Case(1, 69, 1, 64, dtype="bfloat16", decay="log", regime="mixed"), EXACT, 1, 1),
     ("wkv6", Case(1, 130, 1, 128, decay="log"), None, 132, 0.7),
     ("wkv6", Case(1, 16, 2, 64, dtype="bfloat16", decay="exp"), None, 132, 1),
     ("wkv6", Case(2, 81, 1, 64, dtype="float16", decay="log"), None, 1, 1),
     ("wkv5", Case(1, 200, 1, 64, dtype="bfloat16", decay="exp"), None, 1, 1),
     ("wkv6", Case(1, 130, 1, 64, dtype="bfloat16", decay="exp", regime="mixed"), None, 132, 1),
-    ("wkv5", Case(1, 40, 1, 64, dtype="float16", decay="log", regime="mixed"), None, 132, 1),
     ("wkv6", Case(1, 70, 1, 64, dtype="bfloat16", decay="log", regime="near 0"), None, 132, 1),
-    ("wkv6", Case(1, 70, 1, 64, dtype="bfloat16", decay="exp", regime="near 1"), None, 132, 1),
-    ("wkv6", Case(2, 81, 1, 128, dtype="float16", decay="log"), None, 1, 1),
-    ("wkv6", Case(1, 130, 2, 128, dtype="bfloat16", decay="exp", regime="mixed"), None, 132, 1),
-    ("wkv6", Case(1, 70, 1, 128, dtype="bfloat16", decay="log", regime="near 0"), None, 132, 1),
+    ("wkv6", Case(1, 130, 1, 128, dtype="bfloat16", decay="exp", regime="mixed"), None, 132, 1),
     ("wkv5", Case(1, 200, 1, 128, dtype="bfloat16", decay="exp"), None, 1, 1),
-    ("wkv5", Case(1, 40, 1, 128, dtype="float16", decay="log", regime="mixed"), None, 132, 1),
     ("wkv4", Case(1, 0, 1, 32, decay="log"), None, 132, 1),
     ("wkv4", Case(2, 1, 1, 16, decay="log"), None, 132, 1),
     ("wkv4", Case(2, 69, 1, 64, decay="exp"), None, 1, 1),
-    ("wkv4", Case(3, 61, 1, 66, dtype="bfloat16", decay="log", regime="mixed"), None, 1, 1),
-    ("wkv4", Case(1, 300, 1, 33, decay="log"), None, 3, 1),
+    ("wkv4", Case(1, 200, 1, 33, decay="log"), None, 3, 1),
     ("wkv4", Case(2, 130, 1, 35, dtype="bfloat16", decay="exp"), None, 132, 1),
-    ("wkv4", Case(1, 200, 1, 66, dtype="float16", decay="log"), None, 2, 1),
     ("wkv4", Case(1, 128, 1, 64, dtype="bfloat16", decay="log", regime="near 1"), None, 132, 0),
     ("wkv4", Case(1, 133, 1, 40, decay="log", regime="near 0"), None, 1, 1),
-    ("wkv4", Case(1, 133, 1, 40, decay="log", regime="near 1"), None, 132, 1),
     ("wkv4", Case(2, 133, 1, 40, decay="log", regime="extreme"), None, 132, 1),
-    ("wkv4", Case(2, 133, 1, 40, decay="exp", regime="mixed"), None, 4, 1),
     ("wkv4", Case(1, 133, 1, 64, dtype="bfloat16", decay="exp", regime="extreme"), None, 132, 0),
     ("wkv4", Case(1, 133, 1, 64, dtype="float16", decay="log", regime="mixed"), None, 132, 1),
     ("wkv4_step", Case(3, 1, 1, 100, dtype="bfloat16", decay="exp"), EXACT, 132, 1),
@@ -197,7 +179,6 @@ def test_a_sequence_in_each_row(
     ("op", "case", "gpu"),
     [
         ("wkv6", Case(2, 130, 1, 64, dtype="bfloat16", decay="exp", regime="mixed"), "8.9"),
-        ("wkv6", Case(1, 70, 2, 64, dtype="float16", decay="log", regime="near 0"), "8.9"),
         ("wkv6", Case(1, 200, 1, 64, decay="exp", regime="mixed"), "8.9"),
         ("wkv6", Case(1, 200, 1, 128, dtype="bfloat16", decay="log"), "8.9"),
         ("wkv5", Case(1, 130, 1, 64, dtype="bfloat16", decay="log"), "8.9"),
@@ -206,16 +187,15 @@ def test_a_sequence_in_each_row(
         ("wkv7", Case(1, 130, 1, 64, dtype="bfloat16", decay="log", regime="steep"), "8.9"),
         ("wkv7", Case(1, 70, 2, 48, V=24, dtype="float16", decay="exp", regime="mixed"), "8.9"),
         ("wkv7", Case(1, 130, 1, 128, dtype="bfloat16"), "8.9"),
-        ("wkv7", Case(1, 130, 1, 128, dtype="bfloat16"), "8.0"),
         ("wkv7", Case(1, 130, 1, 128, dtype="float16", decay="exp", regime="mixed"), "8.0"),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("packed", [False, True])
 def test_the_same_bits_in_little_shared_memory(
-    emulated: Emulation, op: str, case: Case, gpu: str, packed: bool
+    emulated: Emulation, op: str, case: Case, gpu: str
 ) -> None:
-    rows: dict[str, Any] = {"segment_ids": _ids(case)} if packed else {}
+    """Of several rows, which have segments, and of one without any."""
+    rows: dict[str, Any] = {"segment_ids": _ids(case)} if case.B > 1 else {}
     found = []
     for name in ("9.0", gpu):
         emulated.use(Device(1, DEVICES[name].shared_memory))
@@ -247,15 +227,12 @@ SEGMENTS = [
     ("wkv7", Case(2, 37, 1, 128), None, 132),
     ("wkv6", Case(4, 70, 1, 16, decay="exp", regime="mixed"), None, 1),
     ("wkv6", Case(3, 133, 2, 32, dtype="float16", decay="log"), None, 132),
-    ("wkv6", Case(2, 135, 1, 64, dtype="bfloat16", decay="exp"), EXACT, 132),
     ("wkv6", Case(2, 37, 1, 128, decay="log"), None, 132),
     ("wkv5", Case(2, 133, 1, 64, decay="log"), EXACT, 132),
     ("wkv4", Case(4, 70, 1, 33, decay="log"), None, 1),
-    ("wkv4", Case(5, 200, 1, 64, decay="exp"), None, 132),
-    ("wkv4", Case(5, 200, 1, 32, decay="log", regime="mixed"), None, 132),
+    ("wkv4", Case(5, 200, 1, 64, decay="exp", regime="mixed"), None, 132),
     ("wkv4", Case(4, 320, 1, 66, dtype="bfloat16", decay="log"), None, 12),
     ("wkv4", Case(4, 133, 1, 35, dtype="float16", decay="exp"), None, 4),
-    ("wkv4", Case(4, 200, 1, 64, dtype="bfloat16", decay="log", regime="mixed"), None, 4),
     ("wkv4", Case(2, 4170, 1, 4, decay="log"), None, 1),
 ]
 
@@ -298,20 +275,16 @@ IDS = np.array(
     [
         ("wkv7", Case(2, 130, 1, 64, dtype="bfloat16"), 1),
         ("wkv7", Case(2, 130, 1, 64, dtype="float16", decay="log", regime="mixed"), 132),
-        ("wkv7", Case(2, 130, 1, 64, dtype="bfloat16", decay="exp", regime="extreme"), 1),
         ("wkv7", Case(2, 130, 1, 64, dtype="bfloat16", decay="exp", regime="steep"), 132),
         ("wkv7", Case(1, 81, 1, 128, dtype="bfloat16"), 132),
-        ("wkv7", Case(2, 130, 1, 64), 132),
         ("wkv7", Case(2, 130, 1, 64, decay="log", regime="mixed"), 1),
         ("wkv7", Case(2, 130, 1, 64, decay="exp", regime="steep"), 132),
         ("wkv7", Case(2, 130, 2, 32, V=48, dtype="bfloat16"), 132),
         ("wkv7", Case(1, 81, 2, 72, V=64, dtype="float16", decay="exp", regime="steep"), 1),
         ("wkv6", Case(2, 130, 1, 64, dtype="bfloat16", decay="exp"), 1),
-        ("wkv6", Case(2, 130, 1, 64, dtype="float16", decay="log"), 132),
         ("wkv6", Case(2, 130, 1, 64, dtype="bfloat16", decay="log", regime="mixed"), 2),
         ("wkv5", Case(2, 130, 1, 64, dtype="bfloat16", decay="exp"), 2),
-        ("wkv6", Case(2, 130, 1, 64, decay="exp"), 132),
-        ("wkv6", Case(2, 130, 1, 64, decay="log", regime="mixed"), 1),
+        ("wkv6", Case(2, 130, 1, 64, decay="log", regime="mixed"), 132),
         ("wkv5", Case(2, 130, 1, 64, decay="exp", regime="mixed"), 2),
         ("wkv6", Case(2, 130, 1, 128, dtype="bfloat16", decay="log", regime="mixed"), 132),
         ("wkv5", Case(2, 130, 1, 128, dtype="float16", decay="exp"), 1),
@@ -424,21 +397,18 @@ def test_wkv4_without_weight(emulated: Emulation, marked: bool) -> None:
 
 SEVERAL = [
     ("wkv7", Case(1, 300, 1, 16, decay="exp", regime="mixed"), 1, 1, None),
-    ("wkv7", Case(1, 300, 2, 32, dtype="float16", decay="log"), 132, 0.3, None),
+    ("wkv7", Case(1, 300, 1, 32, dtype="float16", decay="log"), 132, 0.3, None),
     ("wkv6", Case(1, 300, 2, 16, decay="exp", regime="mixed"), 1, 0.3, None),
     ("wkv6", Case(1, 300, 1, 32, dtype="bfloat16", decay="log"), 132, 1, None),
     ("wkv5", Case(1, 300, 1, 32, decay="log"), 132, 1, None),
-    ("wkv4", Case(1, 300, 1, 33, decay="log"), 1, 1, None),
     ("wkv4", Case(1, 300, 1, 40, decay="log", regime="mixed"), 28, 1, None),
     ("wkv4", Case(1, 300, 1, 66, dtype="bfloat16", decay="exp"), 21, 1, None),
-    ("wkv7", Case(1, 300, 1, 64, dtype="bfloat16"), 1, 1, None),
     ("wkv7", Case(1, 300, 1, 64, dtype="float16"), 132, 0.6, None),
     ("wkv7", Case(1, 300, 1, 64, decay="log"), 132, 1, None),
     ("wkv7", Case(1, 300, 1, 128, dtype="bfloat16"), 4, 1, None),
-    ("wkv7", Case(1, 300, 2, 64, V=128, dtype="bfloat16"), 132, 1, None),
+    ("wkv7", Case(1, 300, 1, 64, V=128, dtype="bfloat16"), 132, 1, None),
     ("wkv7", Case(1, 300, 2, 40, V=16, dtype="float16", decay="log", regime="mixed"), 1, 1, None),
     ("wkv6", Case(1, 300, 2, 64, dtype="bfloat16", decay="log", regime="mixed"), 1, 1, None),
-    ("wkv6", Case(1, 300, 1, 64, dtype="float16", decay="exp"), 132, 1, None),
     ("wkv5", Case(1, 300, 1, 64, dtype="bfloat16", decay="log"), 1, 1, None),
     ("wkv6", Case(1, 300, 1, 64, decay="exp"), 132, 1, None),
     ("wkv6", Case(1, 300, 1, 128, dtype="bfloat16", decay="log", regime="mixed"), 2, 1, None),
@@ -496,7 +466,6 @@ TRANSITIONS = [
     ("wkv5", Case(1, 70, 1, 64, dtype="float16", decay="exp"), "alone"),
     ("wkv6", Case(1, 70, 1, 64, decay="exp"), "segments"),
     ("wkv6", Case(1, 70, 2, 128, dtype="bfloat16", decay="log"), "segments"),
-    ("wkv5", Case(2, 70, 1, 128, dtype="float16", decay="exp"), "alone"),
 ]
 
 
@@ -533,26 +502,18 @@ def test_transitions(emulated: Emulation, op: str, case: Case, rows: str, device
 
 ON_DEVICES = [
     ("wkv7", Case(1, 70, 1, 64, dtype="bfloat16"), "alone"),
-    ("wkv7", Case(1, 70, 1, 64, dtype="float16", decay="log"), "alone"),
     ("wkv7", Case(1, 70, 1, 64, dtype="bfloat16"), "sequences"),
     ("wkv7", Case(1, 70, 1, 128, dtype="bfloat16"), "segments"),
-    ("wkv7", Case(1, 70, 1, 128, dtype="bfloat16"), "sequences"),
     ("wkv7", Case(1, 9, 1, 128), "alone"),
     ("wkv7", Case(1, 70, 1, 32, dtype="bfloat16"), "alone"),
-    ("wkv6", Case(1, 70, 1, 64, dtype="float16", decay="exp"), "alone"),
     ("wkv6", Case(1, 70, 1, 64, dtype="bfloat16", decay="log"), "sequences"),
     ("wkv6", Case(1, 70, 1, 64, decay="log"), "alone"),
     ("wkv6", Case(1, 9, 1, 128, decay="log"), "alone"),
     ("wkv6", Case(1, 70, 1, 128, decay="exp"), "segments"),
     ("wkv6", Case(1, 70, 1, 128, dtype="bfloat16", decay="log"), "alone"),
-    ("wkv6", Case(1, 70, 1, 128, dtype="bfloat16", decay="log"), "sequences"),
-    ("wkv5", Case(1, 70, 1, 128, decay="log"), "alone"),
-    ("wkv5", Case(1, 70, 1, 128, decay="log"), "sequences"),
     ("wkv5", Case(1, 70, 1, 128, dtype="bfloat16", decay="exp"), "segments"),
-    ("wkv5", Case(1, 70, 1, 64, dtype="bfloat16", decay="log"), "segments"),
     ("wkv4", Case(1, 70, 1, 33, decay="log"), "alone"),
     ("wkv7_step", Case(1, 1, 1, 128, dtype="bfloat16"), "alone"),
-    ("wkv6_step", Case(1, 1, 1, 64, decay="log"), "alone"),
     ("wkv5_step", Case(1, 1, 1, 64, decay="log"), "alone"),
     ("wkv4_step", Case(1, 1, 1, 33, decay="log"), "alone"),
 ]
@@ -575,20 +536,14 @@ LAYERS = [
         ("9.0", "norm_shift_mix", Layer(*case))
         for case in [
             (2, 70, 1, 48, "float32", 6, True),
-            (2, 130, 1, 48, "bfloat16", 1),
-            (1, 129, 1, 16, "float16", 6, True),
-            (3, 65, 1, 16, "float32", 1, True),
+            (1, 129, 1, 16, "float16", 1, True),
             (1, 66, 1, 320, "bfloat16", 6),
-            (1, 9, 1, 320, "float16", 1, True),
             (1, 67, 1, 768, "bfloat16", 6, True),
-            (2, 33, 1, 768, "float32", 1),
             (1, 17, 1, 2048, "bfloat16", 6),
             (1, 9, 1, 2048, "float32", 6, True),
             (1, 5, 1, 2560, "bfloat16", 6, True),
-            (1, 18, 1, 2560, "float16", 1),
             (2, 3, 1, 4096, "bfloat16", 6, True),
             (1, 9, 1, 4096, "float32", 6),
-            (1, 2, 1, 4096, "float16", 1),
             (1, 1, 1, 48, "float32", 6),
             (2, 64, 1, 64, "bfloat16", 6),
             (2, 0, 1, 32, "bfloat16", 6),
@@ -601,14 +556,11 @@ LAYERS = [
         if name != "norm_shift_mix"
         for case in [
             (2, 70, 3, 16, "float32"),
-            (1, 130, 1, 32, "float16"),
+            (1, 130, 1, 128, "float16"),
             (2, 65, 5, 64, "bfloat16"),
-            (1, 17, 2, 128, "bfloat16"),
-            (1, 66, 3, 256, "float16"),
-            (1, 3, 9, 256, "float32"),
+            (1, 17, 9, 256, "float16"),
             (1, 2, 40, 64, "bfloat16"),
             (3, 1, 1, 16, "bfloat16"),
-            (1, 64, 2, 16, "float32"),
             (2, 0, 2, 64, "bfloat16"),
             (0, 5, 2, 64, "float32"),
         ]
@@ -643,25 +595,19 @@ def test_layers(emulated: Emulation, device: str, name: str, case: Layer) -> Non
 
 TWO_IN_ONE = [
     ("9.0", "keyed_wkv7", Layer(1, 1, 2, 64, "bfloat16"), False),
-    ("9.0", "keyed_wkv7", Layer(3, 63, 1, 64, "float16"), False),
     ("9.0", "keyed_wkv7", Layer(1, 64, 1, 64, "bfloat16", without=("initial_state",)), False),
     ("9.0", "keyed_wkv7", Layer(3, 65, 2, 64, "bfloat16"), False),
-    ("9.0", "keyed_wkv7", Layer(1, 200, 3, 64, "float16"), False),
+    ("9.0", "keyed_wkv7", Layer(1, 130, 3, 64, "float16"), False),
     ("9.0", "keyed_wkv7", Layer(2, 130, 2, 64, "bfloat16"), True),
-    ("9.0", "keyed_wkv7", Layer(2, 130, 1, 64, "float16"), True),
     ("9.0", "keyed_wkv7", Layer(0, 65, 2, 64, "bfloat16"), False),
     ("9.0", "keyed_wkv7", Layer(2, 0, 2, 64, "bfloat16"), False),
     ("8.0", "keyed_wkv7", Layer(1, 70, 2, 64, "bfloat16"), False),
-    ("8.9", "keyed_wkv7", Layer(1, 130, 2, 64, "bfloat16"), False),
     ("8.9", "keyed_wkv7", Layer(2, 130, 1, 64, "float16"), True),
     ("9.0", "projected_read_out", Layer(2, 70, 3, 16, "float32"), False),
-    ("9.0", "projected_read_out", Layer(1, 130, 1, 32, "float16"), False),
     ("9.0", "projected_read_out", Layer(2, 65, 5, 64, "bfloat16"), False),
-    ("9.0", "projected_read_out", Layer(1, 17, 2, 128, "bfloat16"), False),
     ("9.0", "projected_read_out", Layer(1, 3, 9, 256, "float16"), False),
     ("9.0", "projected_read_out", Layer(3, 1, 1, 64, "bfloat16"), False),
     ("9.0", "projected_read_out", Layer(2, 0, 2, 64, "bfloat16"), False),
-    ("9.0", "projected_read_out", Layer(0, 5, 2, 64, "float32"), False),
 ]
 """Each with a device and whether the rows have the segments of IDS."""
 
@@ -799,14 +745,12 @@ CHANGES = {
 }
 
 BLOCKS = [
-    (256, 1, "float32", DEVICES["9.0"], ""),
     (320, 3, "float32", DEVICES["12.0"], ""),
     (384, 8, "float32", DEVICES["8.9"], ""),
-    (256, 7, "float32", Device(1), ""),
+    (256, 1, "float32", Device(1), ""),
     (128, 19, "float32", DEVICES["9.0"], ""),
     (1024, 1, "bfloat16", DEVICES["10.0"], ""),
     (256, 1, "float16", Device(3, 101376), ""),
-    (256, 2, "bfloat16", DEVICES["9.0"], ""),
     (320, 3, "float16", Device(1), ""),
     (256, 8, "bfloat16", Device(3, 101376), ""),
     (128, 9, "float16", DEVICES["8.0"], ""),
@@ -814,7 +758,6 @@ BLOCKS = [
     (192, 31, "bfloat16", Device(5), ""),
     (128, 32, "float16", DEVICES["10.0"], ""),
     (320, 1, "float32", DEVICES["9.0"], "int8"),
-    (256, 1, "bfloat16", Device(1), "int8"),
     (576, 1, "bfloat16", DEVICES["9.0"], "int8"),
     (128, 1, "float16", Device(3, 101376), "int8"),
     (128, 1, "float32", DEVICES["8.9"], "high ranks"),
@@ -971,17 +914,19 @@ def test_deferred_updates(blocks: Emulation, multiprocessors: int) -> None:
         state = internals.at_step(state, number, last)
         return rwkv7.apply(params, token, state, segment_ids=ids, dtype=dtype, kernels="fused")
 
-    def run(state: Any, count: int) -> tuple[list[np.ndarray], Any]:
-        found = []
+    def run(state: Any, count: int) -> tuple[list[np.ndarray], list[Any]]:
+        found, states = [], []
         for i in range(count):
             logits, state = step(state, tokens[i], ids[i], jnp.int32(i), jnp.bool(i == count - 1))
             found.append(np.asarray(logits)[ids[i] != 0])
-        return found, internals.flush(state)
+            states.append(internals.flush(state))
+        return found, states
 
-    limit = 1e-2
-    for count in (1, 2, every + 1, every + 3, length):
-        expected, expected_state = run(start, count)
-        found, state = run(internals.deferred(params, start), count)
+    counts = (1, every + 1, every + 3) if multiprocessors == 1 else (2, length)
+    limit, (logits, states) = 1e-2, run(start, counts[-1])
+    for count in counts:
+        expected, expected_state = logits[:count], states[count - 1]
+        found, (*_, state) = run(internals.deferred(params, start), count)
         assert tolerance.rms_error(np.concatenate(found), np.concatenate(expected)) < limit
         assert np.array_equal(state[0].att.wkv, expected_state[0].att.wkv)
         for x, y in zip(*map(jax.tree.leaves, (state, expected_state)), strict=True):
@@ -1079,7 +1024,6 @@ def _low_rank_maps() -> Named:
 
 
 MADE = {
-    "wkv7_step": _made("rwkv_wkv7_step_v2", {"r": (1, 1, 16)}, {"y": (1, 1, 16)}, decay=2),
     "cross_entropy": _made(
         "rwkv_cross_entropy_v1",
         {"logits": (2, 16), "targets": ((2,), "int32"), "scale": (2,), "coefficients": (2,)},
@@ -1115,6 +1059,8 @@ BLOCK_STEPS = [
 
 
 def _call(emulation: Emulation, name: str) -> Named:
+    if name == "wkv7_step":
+        return _made("rwkv_wkv7_step_v2", {"r": (1, 1, 16)}, {"y": (1, 1, 16)}, decay=2)
     if name in MADE:
         return MADE[name]
     if name in BLOCK_STEPS:
@@ -1154,7 +1100,7 @@ def _error(emulation: Emulation, call: Named, changes: Mapping[Any, Any]) -> str
     return str(error.value)
 
 
-@pytest.mark.parametrize("name", [*LAYER_PASSES, *BLOCK_STEPS])
+@pytest.mark.parametrize("name", [*LAYER_PASSES, *BLOCK_STEPS, *MADE])
 def test_wrong_arrays_are_refused(emulated: Emulation, name: str) -> None:
     """Every operand and result that is missing or has another shape or dtype is named."""
     call = _call(emulated, name)
@@ -1169,8 +1115,8 @@ def test_wrong_arrays_are_refused(emulated: Emulation, name: str) -> None:
             assert f": {n} has shape [1, " in _error(emulated, call, {n: (1, *x.shape)})
             other = "float32" if x.dtype == np.int32 else "int32"
             assert f": {n} is " in _error(emulated, call, {n: other})
-            if n == "scratch" and "wkv7" in call.target:
-                continue  # which may be larger
+            if (n == "scratch" and "wkv7" in call.target) or not x.size:
+                continue  # which may be larger, or cannot be longer
             # The first array that has an axis sets its size: a later one is then odd.
             longer = _error(emulated, call, {n: (*x.shape[:-1], 2 * x.shape[-1])})
             assert re.search(rf"\b{re.escape(n)} has ", longer), longer
@@ -1196,10 +1142,8 @@ WRONG: dict[str, list[tuple[dict[Any, Any], str]]] = {
         ({32: 17}, "x has D = 17; expected a multiple of 16"),
         ({32: 4112}, "x has D = 4112; expected a multiple of 16"),
         ({"parameters": {1: 5}}, "parameters has J = 5; expected 3 or 8"),
-        ({"moments": {2: 3}}, "moments has E = 3; expected 2"),
     ],
     "norm_shift_mix backward": [
-        ({"moments": {2: 3}}, "moments has E = 3; expected 2"),
         ({"partials": {1: 2}}, "partials has N = 2; expected 1"),
         ({"partials": {2: 7}}, "so J = 7, where parameters has J = 8"),
     ],
@@ -1216,32 +1160,20 @@ WRONG: dict[str, list[tuple[dict[Any, Any], str]]] = {
     ],
     "cross_entropy": [
         ({16: 15}, "logits has V = 15; expected a multiple of 8"),
-        ({"targets": (3,)}, "targets has shape [3]"),
-        ({"scale": "float16"}, "scale is F16"),
-        ({"coefficients": (3,)}, "coefficients has E = 3; expected 2"),
     ],
     "low_rank_maps": [
         ({}, "compute capability 9.0 alone"),
-        ({"offset 1": (1,)}, "offset 1 has a size of 1; expected 0 or C = 16"),
-        ({"second 0": (8, 17)}, "second 0 has shape [8, 17], so C = 17"),
-        ({"first 1": (16, 20)}, "second 1 has shape [24, 16], so Q = 24"),
-        ({"rows 1": (2, 4, 16)}, "rows 1 has shape [2, 4, 16]"),
         ({"rows 0": "float32"}, "first 0 is BF16 where rows 0 is F32"),
         ({16: 12}, "rows has C = 12; expected a multiple of 8"),
         ({"attributes": {"activations": 9}}, "activations is 9; expected 2 digits"),
         ({"attributes": {"activations": -1}}, "activations is -1; expected 2 digits"),
-        ({"more": "operands"}, "9 operands given; expected 8"),
     ],
     "head_cross_entropy": [
         ({}, "compute capability 9.0 alone"),
         ({"bfloat16": "float16"}, "features are not BF16"),
         ({64: 96}, "features has C = 96; expected a multiple of 64 up to 262144"),
         ({512: 300}, "weight has V = 300; expected a multiple of 256 up to 262144"),
-        ({"again": (1,)}, "again has R = 1; expected 2"),
         ({"statistics": {0: 1}}, "statistics has N = 1; expected 2"),
-        ({"statistics": {2: 3}}, "statistics has E = 3; expected 4"),
-        ({"factors": (256,)}, "factors has shape [256]"),
-        ({"l2_wrap": (2,)}, "l2_wrap has L = 2; expected 1"),
     ],
     "block, first": [
         ({3: 33}, "x has B = 33; expected up to 32 rows"),
@@ -1256,7 +1188,6 @@ WRONG: dict[str, list[tuple[dict[Any, Any], str]]] = {
     "block, first, int8": [
         ({"ffn.key.weight": "float32"}, "ffn.key.weight is F32; expected S8"),
         ({"ffn.key.scale": "float16"}, "ffn.key.scale is F16; expected F32"),
-        ({"ffn.key.scale": {0: 511}}, "ffn.key.scale has shape [511]"),
         ({1: 2}, "x has B = 2 where att.receptance.weight is S8; expected 1 row"),
     ],
     "block, first, by input": [

@@ -75,10 +75,9 @@ def test_figures() -> None:
         ([1, 2], {"batch": -1}, "batch is -1; accepted is an integer from 1 on"),
         *(
             ([1, 2], {"chunk_size": x}, f"chunk_size is {x!r}; accepted is an integer from 1 on")
-            for x in (2.9, True, None, "3", math.nan)
+            for x in (0, 2.9, True, None, "3", math.nan)
         ),
         ([1, 2], {"kernels": "fast"}, "evaluate: kernels is 'fast'; accepted are None, 'xla'"),
-        ([1, 2], {"chunk_size": 0}, "chunk_size is 0; accepted is an integer from 1 on"),
     ],
 )
 @pytest.mark.usefixtures("unchecked_types")

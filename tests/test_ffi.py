@@ -217,34 +217,34 @@ def _sequences(case: Case) -> Any:
     return internals.Sequences(jnp.asarray(cu, jnp.int32))
 
 
-WRONG_PACKING = {
-    "marks, dtype": (_marks, -1, lambda x: x.astype(jnp.float32), "marks is F32; expected U32"),
-    "marks, tokens": (_marks, -1, lambda x: x[:, :-1], "marks has M = 7; expected 8 for 65 tokens"),
-    "marks, rank": (_marks, -1, lambda x: x[0], "marks has shape [8]; expected [B, M]"),
-    "marks, batch": (_marks, -1, lambda x: x[:1], "marks has shape [1, 8], so B = 1, where "),
-    "spans, dtype": (_sequences, -2, lambda x: x.astype(jnp.float32), "spans is F32; expected S32"),
-    "spans, rank": (_sequences, -2, lambda x: x[0], "spans has shape [4]; expected [S, W]"),
-    "spans, size": (_sequences, -2, lambda x: x[:, :3], "spans has W = 3; expected 4 or 8"),
-    "spans, fewer": (_sequences, -2, lambda x: x[:2], "spans has shape [2, 4], so S = 2, where "),
-    "owners, dtype": (_sequences, -1, lambda x: x.astype(jnp.int8), "owners is S8; expected S32"),
-    "owners, batch": (_sequences, -1, lambda x: x[:1], "owners has shape [1, 2], so B = 1, where "),
-    "owners, chunks": (_sequences, -1, lambda x: x[:, 1:], "owners has O = 1; expected 2 for 65"),
-}
+WRONG_PACKING = [
+    (_marks, -1, lambda x: x.astype(jnp.float32), "marks is F32; expected U32"),
+    (_marks, -1, lambda x: x[:, :-1], "marks has M = 7; expected 8 for 65 tokens"),
+    (_marks, -1, lambda x: x[0], "marks has shape [8]; expected [B, M]"),
+    (_marks, -1, lambda x: x[:1], "marks has shape [1, 8], so B = 1, where "),
+    (_sequences, -2, lambda x: x.astype(jnp.float32), "spans is F32; expected S32"),
+    (_sequences, -2, lambda x: x[0], "spans has shape [4]; expected [S, W]"),
+    (_sequences, -2, lambda x: x[:, :3], "spans has W = 3; expected 4 or 8"),
+    (_sequences, -2, lambda x: x[:2], "spans has shape [2, 4], so S = 2, where "),
+    (_sequences, -1, lambda x: x.astype(jnp.int8), "owners is S8; expected S32"),
+    (_sequences, -1, lambda x: x[:1], "owners has shape [1, 2], so B = 1, where "),
+    (_sequences, -1, lambda x: x[:, 1:], "owners has O = 1; expected 2 for 65"),
+]
 """A packing, the place of one of its operands, how it is spoiled, and what is said of that."""
 
 
-@pytest.mark.parametrize("wrong", WRONG_PACKING)
 @each_long_pass
 @each_op
-def test_wrong_packing(op: str, name: str, wrong: str) -> None:
-    make, place, spoiled, message = WRONG_PACKING[wrong]
-    operands = _operands(op, name, packing=make(CASE))
-    jax.block_until_ready(_run(op, name, operands))
+def test_wrong_packing(op: str, name: str) -> None:
+    operands = {make: _operands(op, name, packing=make(CASE)) for make in (_marks, _sequences)}
+    for right in operands.values():
+        jax.block_until_ready(_run(op, name, right))
+    for make, place, spoiled, message in WRONG_PACKING:
 
-    def spoil(call: Call) -> None:
-        call.operands[place] = spoiled(call.operands[place])
+        def spoil(call: Call, place: int = place, spoiled: Any = spoiled) -> None:
+            call.operands[place] = spoiled(call.operands[place])
 
-    assert f"{PASSES[name].format(op)}: {message}" in _refusal(op, name, operands, spoil)
+        assert f"{PASSES[name].format(op)}: {message}" in _refusal(op, name, operands[make], spoil)
 
 
 @each_op
@@ -280,12 +280,15 @@ POISONED = (
 
 
 @pytest.mark.parametrize(
-    ("op", "case"),
-    [(op, case) for op in SEQUENCES for case in POISONED] + [("wkv4", Case(1, 65, 3, 7))],
+    ("op", "case", "marked"),
+    [
+        *((op, case, False) for op in SEQUENCES for case in POISONED),
+        *((op, case, True) for op in SEQUENCES for case in POISONED[1:3]),
+        *(("wkv4", Case(1, 65, 3, 7), marked) for marked in (False, True)),
+    ],
     ids=str,
 )
 @each_long_pass
-@pytest.mark.parametrize("marked", [False, True], ids=["alone", "marked"])
 def test_outputs_are_written_whole(op: str, name: str, case: Case, marked: bool) -> None:
     """Every output goes to a donated buffer full of NaN: what is not written stays NaN."""
     operands = _operands(op, name, case, _marks(case) if marked else None)

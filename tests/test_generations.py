@@ -312,7 +312,6 @@ FUNCTIONS = {
         (np.array([61]), ValueError, "tokens has 61; accepted are integers from 0 to 60"),
         (jnp.array([3, -1]), ValueError, "tokens has -1; accepted are integers from 0 to"),
     ],
-    ids=["list", "int", "float", "bool", "axes", "large", "negative"],
 )
 def test_tokens_are_checked(name: str, tokens: Any, error: type[Exception], message: str) -> None:
     what = "Invariant" if name == "Invariant" else "rwkv7"

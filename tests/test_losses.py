@@ -152,14 +152,16 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_definition(case: str, recompute: bool) -> None:
+def test_definition(case: str) -> None:
     given, options = CASES[case]
     shape = given["targets"].shape
     of_each = np.linspace(-1, 2, math.prod(shape)).reshape(shape)
     cotangents = of_each if options.get("reduction") == "none" else 0.7
-    check(given, cotangents, mine={"recompute": recompute, "chunk_size": 4}, **options)
+    # Shapes and integers are the same to both.
+    both = not case.startswith(("a row", "three", "vocabulary", "targets"))
+    for recompute in (False, True)[: 1 + both]:
+        check(given, cotangents, mine={"recompute": recompute, "chunk_size": 4}, **options)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -292,12 +294,11 @@ PLACES = [
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(("of_hidden_states", "of_weight"), PLACES, ids=str)
-def test_meshes(
-    kind: AxisType, recompute: bool, of_hidden_states: P, of_weight: P, cpus: list[Any]
-) -> None:
+def test_meshes(kind: AxisType, of_hidden_states: P, of_weight: P, cpus: list[Any]) -> None:
     """Values and gradients, where the gradients are, and that no device gathers logits."""
+    every_other = PLACES.index((of_hidden_states, of_weight)) % 2 == 0
+    recompute = every_other == (kind == AxisType.Auto)
     mesh = meshes.mesh("data=2,model=2", kind, cpus)
     given = arrays(4, 16, vocabulary=512, channels=8)
     specs = {"hidden_states": of_hidden_states, "weight": of_weight}
@@ -317,9 +318,8 @@ def test_meshes(
     assert hlo.exchanged(program.as_text()) < logits_of_a_device / 2 + 2 * 4 * 512 * 8
 
 
-@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize(("recompute", "check_vma"), [(False, True), (True, False)])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("recompute", [False, True])
 def test_shard_map(check_vma: bool, reduction: Any, recompute: bool, cpus: list[Any]) -> None:
     """The vocabulary along one axis, the batch along another; differentiated from outside."""
     mesh = meshes.mesh("data=2,model=2", AxisType.Auto, cpus)

@@ -25,6 +25,9 @@ from support.tolerance import assert_trees_close
 
 CONFIG = config_of(rwkv7)
 BATCH, TOKENS = 2, 9
+LAYERS: Any = (("TimeMix", (1,)), ("ChannelMix", (1,)), ("RWKV", ()))
+FIRST = (rwkv7, "TimeMix", (0,))
+"""Only RWKV-7 has another one in the first block."""
 
 
 def program(call: Callable[..., Any], *operands: Any, ids: Any) -> str:
@@ -32,9 +35,10 @@ def program(call: Callable[..., Any], *operands: Any, ids: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "where"), [("TimeMix", (1,)), ("TimeMix", (0,)), ("ChannelMix", (1,)), ("RWKV", ())]
+    ("generation", "name", "where"),
+    [*((x, *layer) for x in (rwkv7, rwkv6, rwkv5, rwkv4) for layer in LAYERS), FIRST],
+    ids=lambda x: getattr(x, "__name__", str(x)).rpartition(".")[2],
 )
-@pytest.mark.parametrize("generation", [rwkv7, rwkv6, rwkv5, rwkv4], ids=lambda x: x.__name__[-5:])
 def test_layers_compute_what_functions_compute(
     generation: ModuleType, name: str, where: tuple[int, ...]
 ) -> None:

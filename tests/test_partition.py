@@ -261,19 +261,15 @@ def test_what_runs_in_a_program_of_one_device(cpus: list[Any]) -> None:
     """Not in one for more devices, also where tracing does not tell; nor under an Explicit mesh,
     whose types would not admit it, nor under `vmap`."""
 
-    def joined(x: jax.Array) -> jax.Array:
-        return (x.reshape(-1) * 3).reshape(x.shape)
-
     @jax.jit
     def chosen(x: jax.Array) -> jax.Array:
-        return internals.in_program_of_one_device(joined, lambda x: x * 3, x)
+        joined, apart = lambda x: (x.reshape(-1) * 3).reshape(x.shape), lambda x: x * 3
+        return internals.in_program_of_one_device(joined, apart, x)
 
-    x = jnp.arange(8.0).reshape(2, 4)
+    x, specs = jnp.arange(8.0).reshape(2, 4), {"x": P("data", "model")}
     assert "reshape" in chosen.lower(x).as_text()
-    on_meshes = [
-        jax.device_put(x, NamedSharding(_mesh(kind, cpus), P("data", "model")))
-        for kind in (AxisType.Auto, AxisType.Explicit)
-    ]
+    kinds = AxisType.Auto, AxisType.Explicit
+    on_meshes = [meshes.put(_mesh(kind, cpus), specs, {"x": x})["x"] for kind in kinds]
     assert not any("reshape" in chosen.lower(placed).as_text() for placed in on_meshes)
     for found in (chosen(x), *map(chosen, on_meshes), jax.vmap(chosen)(x[None])[0]):
         np.testing.assert_array_equal(found, x * 3)

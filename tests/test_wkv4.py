@@ -17,8 +17,7 @@ IDS = np.array([[0] * 3 + [4] * 6 + [0] * 8 + [4, 5, 6] * 3 + [0] * 2 + [9] * 45
 
 CASES: list[Any] = [
     (Case(1, IDS.shape[1], 1, 16, decay="log", regime="mixed"), {"segment_ids": IDS}),
-    (Case(2, 200, 1, 16, decay="log", regime="extreme", state=False), {}),
-    (Case(1, 17, 1, 16, dtype="bfloat16"), {"cu_seqlens": np.array([0, 3, 3, 17], np.int32)}),
+    (Case(2, 134, 1, 16, decay="log", regime="extreme", state=False), {}),
 ]
 RESETS = Case(2, 67, 1, 16, decay="log")
 
@@ -34,7 +33,7 @@ def test_a_log_decay_of_minus_infinity(implementation: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "options"), CASES, ids=["segments", "rows", "sequences"])
+@pytest.mark.parametrize(("case", "options"), CASES, ids=["segments", "rows"])
 def test_walks_without_loops(
     monkeypatch: pytest.MonkeyPatch, case: Case, options: dict[str, Any]
 ) -> None:

@@ -1,10 +1,11 @@
 """Small models with random parameters."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ DOCUMENTS = np.array([[0] * 2 + [1] * 6 + [0] * 3 + [1] * 5 + [0] * 3, [2] * 6 +
 """Segment ids with padding before, between and after documents, and with adjacent documents."""
 
 
+@cast(Any, functools.cache)
 def shapes_of(module: ModuleType, config: Any) -> Any:
     """The parameters of a generation as shapes."""
     return jax.eval_shape(lambda: module.init(jax.random.key(0), config))

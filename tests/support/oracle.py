@@ -40,20 +40,25 @@ def _outer(x: Array, y: Array) -> Array:
     return x[..., :, None] * y[..., None, :]
 
 
+def _started(inputs: Arrays, form: str) -> tuple[dict[str, Array], Array, Array, Array]:
+    """The inputs, the decay factors, their slopes, and states [T + 1, B, H, V, K], of which the
+    first one is there."""
+    inputs = {name: np.asarray(x, np.float64) for name, x in inputs.items()}
+    batch, tokens, heads, keys = inputs["r"].shape
+    states = np.zeros((tokens + 1, batch, heads, inputs["v"].shape[-1], keys))
+    states[0] = inputs.get("initial_state", 0.0)
+    return inputs, *decay(form, inputs["w"]), states
+
+
 def wkv7(inputs: Arrays, form: str, cotangents: Arrays | None = None) -> dict[str, Array]:
     """`y` and `final_state`; with the cotangents `dy` and `dfinal_state`, every gradient as well.
 
     The arrays have the operator's own layout: [B, T, H, K] and [B, H, V, K]. Without an
     `initial_state` the state starts as zeros. Gradients are named after their inputs: `dr`, `dw`.
     """
-    inputs = {name: np.asarray(x, np.float64) for name, x in inputs.items()}
-    r, w, k, v, a, b = (inputs[name] for name in ("r", "w", "k", "v", "a", "b"))
-    batch, tokens, heads, keys = r.shape
-    d, slope = decay(form, w)
-
-    states = np.zeros((tokens + 1, batch, heads, v.shape[-1], keys))
-    states[0] = inputs.get("initial_state", 0.0)
-    y = np.zeros(v.shape)
+    inputs, d, slope, states = _started(inputs, form)
+    r, k, v, a, b = (inputs[name] for name in "rkvab")
+    tokens, y = len(states) - 1, np.zeros(v.shape)
     for t in range(tokens):
         before = states[t]
         read = _matvec(before, a[:, t])
@@ -87,14 +92,9 @@ def wkv7(inputs: Arrays, form: str, cotangents: Arrays | None = None) -> dict[st
 
 def wkv6(inputs: Arrays, form: str, cotangents: Arrays | None = None) -> dict[str, Array]:
     """As `wkv7`; `u` is [H, K]."""
-    inputs = {name: np.asarray(x, np.float64) for name, x in inputs.items()}
-    r, w, k, v, u = (inputs[name] for name in ("r", "w", "k", "v", "u"))
-    batch, tokens, heads, keys = r.shape
-    d, slope = decay(form, w)
-
-    states = np.zeros((tokens + 1, batch, heads, v.shape[-1], keys))
-    states[0] = inputs.get("initial_state", 0.0)
-    y = np.zeros(v.shape)
+    inputs, d, slope, states = _started(inputs, form)
+    r, k, v, u = (inputs[name] for name in "rkvu")
+    tokens, y = len(states) - 1, np.zeros(v.shape)
     for t in range(tokens):
         written = _outer(v[:, t], k[:, t])
         y[:, t] = _matvec(states[t] + written * u[:, None, :], r[:, t])
