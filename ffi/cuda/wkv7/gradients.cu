@@ -1971,13 +1971,12 @@ __device__ __forceinline__ void RunPhases(const Call& call, const typename Gradi
 template <typename T, int N>
 constexpr int kBlocksPerMultiprocessor = kAmpleSharedMemory && N == 64 && kTermsOf<T> == 1 ? 2 : 1;
 
-template <typename T, int N, bool kMarked, bool kFramed, bool kAmple, typename Call>
+template <typename T, int N, bool kMarked, bool kFramed, bool kAmple, typename Call,
+          typename Maps = RowMapsOf<T, kMarked, kFramed, kAmple, Call>>
 __global__ __launch_bounds__(
     (GradientLayout<T, N, kAmple>::kThreads),
     (kBlocksPerMultiprocessor<T, N>)) void GradientKernel(const __grid_constant__ Call call,
-                                                          const __grid_constant__ RowMapsOf<
-                                                              T, kMarked, kFramed, kAmple, Call>
-                                                              maps,
+                                                          const __grid_constant__ Maps maps,
                                                           const uint4* state_gradients,
                                                           uint32_t* steep) {
   if constexpr (kAmple || !kNeverLessMemory)
