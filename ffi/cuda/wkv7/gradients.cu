@@ -896,6 +896,7 @@ class ChunkGradients {
     WaitForWarpgroup();
     WriteRows<kChunkTokens>(staged, 0, call.dv, ValueSize(), tokens == kChunkTokens);
     Arrive(B::kDvOut, kDvThreads);
+    if (kOnePanel) WaitForWarpgroup();  // as often as half 0, for racecheck
   }
 
   // dB and dK of this panel and half, and their terms of the decays.
