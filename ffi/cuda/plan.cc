@@ -28,9 +28,10 @@ Rules RulesOf(const Problem& problem) {
 // Why the kernels on matrix units take no such problem, or nothing where they take it on a device with
 // enough shared memory.
 const char* WhyByToken(const Rules& rules, const Problem& problem) {
+  const bool whole = problem.pass == Pass::kForward || problem.pass == Pass::kBackward;
+  const bool no_float32 = problem.dtype == Dtype::kF32 && !rules.takes_float32;
   if (problem.exact) return "precision is 'highest'";
-  if (problem.dtype == Dtype::kF32 && !rules.takes_float32)
-    return "of float32 only heads of 64 run on matrix units";
+  if (no_float32 && whole) return "of float32 only heads with K = V = 64 run on matrix units";
   if (rules.matrix_head_size == 0)
     return problem.op == Op::kWkv7
                ? "only head sizes that are multiples of 8 from 16 to 128 run on matrix units"
@@ -38,8 +39,8 @@ const char* WhyByToken(const Rules& rules, const Problem& problem) {
   static_assert(kTileTokens == 16);
   if (problem.tokens < kTileTokens) return "only 16 or more tokens run on matrix units";
   if (problem.heads * rules.matrix_head_size > kMaxStride) return "a token has too many channels";
-  const bool whole = problem.pass == Pass::kForward || problem.pass == Pass::kBackward;
-  if (problem.pass == Pass::kStep || (!whole && problem.packing == Packing::kSequences))
+  if (problem.pass == Pass::kStep || no_float32 ||
+      (!whole && problem.packing == Packing::kSequences))
     return "there are no such kernels on matrix units";
   return nullptr;
 }

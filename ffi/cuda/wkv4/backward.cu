@@ -59,6 +59,7 @@ struct BackwardShared : KeptStates<T> {
   ChunkSums<T> runs, cotangents[2];
   float dlog_max[kWidth<T>][32];
 };
+static_assert(sizeof(BackwardShared<__half>) + 4 * kThreads <= kLeastSharedMemory);
 
 // The backward pass of one run: Replay, and then Write.
 template <typename T, bool kMarked>
@@ -317,7 +318,7 @@ __device__ int LargestRun(const ChunkSums<T>& by_run, const Runs<kMarked>& runs,
 // Has L2 fetch what a run needs.
 template <typename T>
 __device__ void FetchRun(const Column<T>& column, const Wkv4BackwardCall& call, int64_t row,
-                         int count = kRun) {
+                         int count) {
   int64_t at = column.At(row);
 #pragma unroll
   for (int t = 0; t < kRun && t < count; ++t, at += column.channels)
@@ -359,11 +360,13 @@ __device__ void StoreInitial(const Column<T>& column, const Wkv4BackwardCall& ca
 // Who waits for whom. Each chunk has two barriers, each a __syncthreads:
 //
 //   barrier   threads wait until all warps have...               because next they...
-//   first     stored the sums of their runs and read the words   find the states before their runs and copy
-//                                                                the next chunk's words
-//   second    stored what their runs add to the cotangents       find the cotangents after their runs
+//   first     stored the sums of their runs                      find the states before their runs
+//   second    stored what their runs add to the cotangents,      find the cotangents after their runs, and store
+//             and read the sums of all runs                      the sums of the next chunk
 //
-// What comes into a chunk of cotangents has two stages, since it is stored behind the second barrier.
+// Cotangents have two stages: behind the second barrier warp 0 stores what comes into the next chunk, while other
+// warps still read those of this one. The words of a run belong to one warp, which copies the next ones once it has
+// read them.
 template <typename T, bool kTransition, bool kMarked>
 __global__ __launch_bounds__(kThreads,
                              2) void BackwardKernel(const __grid_constant__ Wkv4BackwardCall call,
@@ -437,8 +440,8 @@ __global__ __launch_bounds__(kThreads,
     Words k, v, dy;
     WaitForCopies<0>();
     __syncwarp();
-    k.Load(shared.words.words[0][warp]);
-    v.Load(shared.words.words[1][warp]);
+    k.Load(shared.words.of[0][warp]);
+    v.Load(shared.words.of[1][warp]);
     const Weights<T, kMarked> weights(column, call, place, k, v, channel);
     BackwardRun<T, kMarked> run{column, call, channel, shared, place, weights, v, dy};
     run.KeepWeights();
@@ -448,7 +451,7 @@ __global__ __launch_bounds__(kThreads,
       if (warp == 0) sums[kWarps].Put(c, before[c]);
     }
     __syncthreads();
-    dy.Load(shared.words.words[2][warp]);
+    dy.Load(shared.words.of[2][warp]);
     __syncwarp();
     if (chunk > first_chunk) copy(chunk - 1, kChunk);
 

@@ -70,8 +70,8 @@ __device__ void Write(const Column<T>& column, const Wkv4ForwardCall& call,
 //
 // Each chunk has one barrier, a __syncthreads: a warp waits there until all warps have stored the
 // sums of their runs, and then finds the state before its run. ChunkSums have two stages, so a warp
-// that is ahead stores the next chunk's sums beside the present ones. The words of a chunk are copied
-// to shared memory two chunks ahead, behind the barrier at which a warp has read what they overwrite.
+// that is ahead stores the next chunk's sums beside the present ones. The words of a
+// run belong to one warp, which copies those of two chunks later in their place once it has read them.
 template <typename T, bool kTransition, bool kMarked>
 __global__ __launch_bounds__(kThreads, kWidth<T> == 1 ? 3 : 2) void ForwardKernel(
     const __grid_constant__ Wkv4ForwardCall call, int64_t splits, Wkv4State<float> transitions,
@@ -121,8 +121,8 @@ __global__ __launch_bounds__(kThreads, kWidth<T> == 1 ? 3 : 2) void ForwardKerne
     Words k, v;
     WaitForCopies<1>();
     __syncwarp();
-    k.Load(chunk_words[stage].words[0][warp]);
-    v.Load(chunk_words[stage].words[1][warp]);
+    k.Load(chunk_words[stage].of[0][warp]);
+    v.Load(chunk_words[stage].of[1][warp]);
     const Weights<T, kMarked> weights(column, call, place, k, v, channel);
 #pragma unroll
     for (int c = 0; c < W; ++c) by_run[stage][warp].Put(c, weights.sums[c]);

@@ -451,7 +451,8 @@ __device__ void Gather(const ChunkSums<T>& by_run, const Channel (&channel)[kWid
 #pragma unroll
   for (int c = 0; c < kWidth<T>; ++c)
     sums[c] = {0.0f, 0.0f, counts(kWarps) ? exponent(kWarps, c) : -FLT_MAX};
-  // Loads of several sums are under way at a time, so they do not depend on whether each counts.
+  // Four sums are loaded at a time, also those that do not count, whose results are dropped: with a branch for each,
+  // each load would wait for the one before.
   constexpr int kAtOnce = 4;
   const auto for_runs = [&](const auto& body) {
 #pragma unroll
@@ -536,7 +537,7 @@ struct Place {
     if (kMarked) place.marks.bits = 0xff0000u << place.count & 0xff0000;
     return place;
   }
-  // For callers that do not ask for the marks.
+  // Without marks, which the others set.
   __device__ Place(const Column<T>& column, int64_t chunk_row, int chunk_length, int warp)
       : row(chunk_row + kRun * warp) {
     const int left = chunk_length - kRun * warp;
@@ -624,9 +625,10 @@ struct Words {
 // The words of a chunk in shared memory. Each warp copies and reads its own run.
 template <int kArrays>
 struct alignas(16) ChunkWords {
-  uint32_t words[kArrays][kWarps][kRun][32];
+  uint32_t of[kArrays][kWarps][kRun][32];
 
-  // Starts to copy the run of this warp, `count` tokens from `row` on, and clears the words of the others.
+  // Starts to copy the run of this warp: `count` tokens from `row` on. Words of its other tokens are cleared; `count`
+  // may be negative. Lanes whose channels are not words get nothing.
   template <typename T>
   __device__ void Copy(const Column<T>& column, const void* const (&arrays)[kArrays], int64_t row,
                        int count, int warp) {
@@ -637,7 +639,7 @@ struct alignas(16) ChunkWords {
         for (int i = 0; i < kArrays; ++i)
 #pragma unroll 1
           for (int t = 0; t < kRun; ++t)
-            CopyWordAsync(SharedAddress(&words[i][warp][t][Lane()]),
+            CopyWordAsync(SharedAddress(&of[i][warp][t][Lane()]),
                           static_cast<const T*>(arrays[i]) + column.At(row + t), t < count);
       return;
     }
@@ -649,7 +651,7 @@ struct alignas(16) ChunkWords {
     for (int i = 0; i < kArrays; ++i)
 #pragma unroll
       for (int later = 0; later < kRun; later += 4)
-        CopyAsync(SharedAddress(&words[i][warp][t + later][4 * piece]),
+        CopyAsync(SharedAddress(&of[i][warp][t + later][4 * piece]),
                   static_cast<const T*>(arrays[i]) + at + later * channels, t + later < count);
   }
 };

@@ -88,6 +88,7 @@ __device__ void LoadTransposedPanel(uint32_t panel, int column, int first,
 template <typename L, bool kAdd, int kTiles, typename Right>
 __device__ void ProductPair(HalfAccumulator (&sums)[2], const Left (&left)[kTiles][L::kTerms],
                             int first, const Right& right_of_first, const Right& right_of_second) {
+  static_assert(L::kTerms == 1);
   BeginProducts();
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {

@@ -76,11 +76,12 @@
 //                                                                 a, b, k, r have been copied
 //   ScaleOperands      c, At Rt Bh Kh       panel x part
 //   ScaleState         Sp dSh               all
-//   RoundValues        v and dY as terms    all                 block: operands are scaled
+//   RoundValues        v and dY as terms,   all                 block: v and dY have been copied
+//                      unless bfloat16                          block: operands are scaled
 //
 // then, unless they are floats,
 //
-//   TokenProducts      M Aak Qrb Qrk        one product each
+//   TokenProducts      M Aak Qrb Qrk        M: 0; others: rest
 //   UGradients         dU                   half 1              block: products are stored
 //   Values             Z U                  half 0              AakRead: Aak has been read
 //                                                               half: U of all panels is stored
@@ -111,6 +112,9 @@
 //   DecayGradient      dw                   panel x part        block: sums of the other parts
 //                                                               block: dw is staged
 //   KeysGradients      as wkv7_keys' pass   half of the tokens  block: sums of all warps
+//
+// Where rows are copied as boxes (RowMaps), a thread waits for copies at the barrier of what it reads in place of that of
+// the block.
 //
 // The last phase is that of a keyed call alone, of one panel. There dK, dB, dR and dA are staged and not
 // written: the phase makes of them what the backward pass of wkv7_keys would. In such a call a, b and k are
@@ -188,7 +192,7 @@ struct GradientLayout : ChunkParts<kTermsOf<T>> {
   static constexpr int kFirstRt = kTermBytes - kTokenBytes;
   // float [4, N]: the sums of the log decays of both halves or, of decays without a bound, the factors of S0 and dS,
   // and Centres. Of decays with a bound the factor of S0 comes to row 0 unless kAmple, and at last the other rows
-  // have Written and LaterReads.
+  // have Written and LaterReads. Before that, row 3 has the barriers of LoadBoxes.
   static constexpr int kSums = kTerms * kTermBytes;
   static constexpr int kBytes = kSums + 4 * N * sizeof(float);
 };
@@ -222,8 +226,8 @@ enum class Frames { kChunk, kHalves, kTiles };
 template <typename L>
 struct PartDecays {
   Accumulator<L::kPartFragments> writes = {};  // c - G
-  // Of the half of the part: the sums of the log decays, of both rows of an accumulator and each tile, and c of both
-  // rows where the half is a frame.
+  // Of the two channels of this lane: the sums of the log decays of each tile of the half that has the part, and c
+  // where that half is a frame.
   float sums[2][kHalfTiles], centres[2];
   bool in_range = true, in_halves = true, in_chunk = true;  // as far as this thread knows
   // In the order of LoadTransposed; floats are two in place of a pair.
@@ -243,8 +247,9 @@ struct DecayTerms {
   float written[2] = {};  // dS * S_L, summed over some of the rows of the state
 };
 
-// What code for 9.0a needs to copy the rows of a chunk as boxes, of calls that most models have. Other code, calls and
-// chunks of fewer tokens have copies of threads.
+// The tensor maps with which code for 9.0a copies the rows of a chunk as boxes. Kernels for 16 bits have them, with a
+// bound of decays and ample shared memory, without marks and keys. Threads copy the rows of all others, of other devices
+// and of chunks of fewer than 64 tokens, 16 bytes at a time.
 struct NoRowMaps {};
 #ifdef RWKV_JAX_EMULATION
 template <typename T, bool kMarked, bool kFramed, bool kAmple, typename Call>
@@ -583,7 +588,7 @@ class ChunkGradients {
       });
   }
 
-  // At, Rt, Bh and Kh of this part, in place; of float16 also V and dY, as bfloat16, and of floats as terms.
+  // At, Rt, Bh and Kh of this part, in place; of floats as terms.
   __device__ __forceinline__ void ScaleOperands(Decays& decays) const {
     PartAccumulator& writes = decays.writes;
     if constexpr (kFramed) SetCentres(decays);
@@ -645,10 +650,10 @@ class ChunkGradients {
     for (int step = 0; step < 2 * kItems / L::kThreads; ++step) {
       const int item = threadIdx.x + step * L::kThreads;
       const int row = item / kPieces % kChunkTokens, piece = item % kPieces * kTerms;
-      const int panel = (item < kItems ? L::kV : L::kDy) + piece / 8 * L::kPanelBytes;
+      const int at_panel = (item < kItems ? L::kV : L::kDy) + piece / 8 * L::kPanelBytes;
       const auto at = [&](int i, int term) {
         return reinterpret_cast<uint4*>(
-            memory + PieceAddress(panel + term * L::kTermBytes, row, piece % 8 + i));
+            memory + PieceAddress(at_panel + term * L::kTermBytes, row, piece % 8 + i));
       };
       uint4 x[kTerms][kTerms];
 #pragma unroll
@@ -680,8 +685,8 @@ class ChunkGradients {
 #pragma unroll
     for (int i = 0; i < 2; ++i) factors[i] = OwnFactors(i, 0, kChunkTiles - 1);
     __syncwarp();
-    const auto bring = [&](auto half) {
-      constexpr bool kFirst = decltype(half)::value == 0;
+    const auto bring = [&](auto of_half) {
+      constexpr bool kFirst = decltype(of_half)::value == 0;
       constexpr int kOffsets[4] = {L::kAt, L::kRt, L::kBh, L::kKh}, kCount = kFirst ? 4 : 2;
       Left x[kCount][kHalfTiles][kTerms];
 #pragma unroll
@@ -694,10 +699,7 @@ class ChunkGradients {
         Left(&of_tile)[kTerms] = x[operand][tile];
         if (!kFirst || operand >= 2)
 #pragma unroll
-          for (int term = 0; term < kTerms; ++term)
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-              of_tile[term][j] = MultiplyTwice(of_tile[term][j], factors[j % 2]);
+          for (int j = 0; j < 4; ++j) of_tile[0][j] = MultiplyTwice(of_tile[0][j], factors[j % 2]);
         if (operand < 2)
           OwnChannels(FirstFrame(offset)).Store(FirstTile() + tile, of_tile);
         else
@@ -1556,7 +1558,8 @@ class ChunkGradients {
       }
 #endif
     WaitForWarpgroup();
-    const bool whole = !kHasMaps && tokens == kChunkTokens;  // else boxes are
+    // With maps a whole chunk has been written as boxes; where none could be made, rows go one by one.
+    const bool whole = !kHasMaps && tokens == kChunkTokens;
     WriteRows<kHalfTokens>(OwnPanel(first_staged), half * kHalfTokens, first_out, KeySize(), whole);
     WriteRows<kHalfTokens>(OwnPanel(second_staged), half * kHalfTokens, second_out, KeySize(),
                            whole);
@@ -1580,14 +1583,14 @@ class ChunkGradients {
     if (kFramed && frames == Frames::kTiles) {
       Finish(pair[0], pair[1]);
 #pragma unroll
-      for (int part = 0; part < kHalfTiles; ++part)
+      for (int own_tile = 0; own_tile < kHalfTiles; ++own_tile)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const float factor = Bf16::Low(OwnFactors(i, FirstTile() + part, frame));
+          const float factor = Bf16::Low(OwnFactors(i, FirstTile() + own_tile, frame));
           for (HalfAccumulator& sum : pair)
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-              float& x = sum[2 * part + j / 2][2 * i + j % 2];
+              float& x = sum[2 * own_tile + j / 2][2 * i + j % 2];
               x = x * factor * factor;
             }
         }
@@ -1598,19 +1601,16 @@ class ChunkGradients {
         LoadTransposedPanel<L>(OwnPanel(triangles.left), warp, tile, left[0]);
         LoadTransposedPanel<L>(OwnPanel(next.left), warp, tile, left[1]);
 #pragma unroll
-        for (int part = 0; part < kHalfTiles; ++part) {
+        for (int own_tile = 0; own_tile < kHalfTiles; ++own_tile) {
           uint32_t factors[2];
 #pragma unroll
-          for (int i = 0; i < 2; ++i) factors[i] = OwnFactors(i, tile, FirstTile() + part);
+          for (int i = 0; i < 2; ++i) factors[i] = OwnFactors(i, tile, FirstTile() + own_tile);
           const auto add = [&](const Left(&plain)[kTerms], const TrianglePair<Right>& of) {
             Left scaled[kTerms];
 #pragma unroll
-            for (int term = 0; term < kTerms; ++term)
-#pragma unroll
-              for (int j = 0; j < 4; ++j)
-                scaled[term][j] = MultiplyTwice(plain[term][j], factors[j % 2]);
-            AddFrameProduct<L>(pair[0], part, scaled, of.of_first.Tile(tile));
-            AddFrameProduct<L>(pair[1], part, scaled, of.of_second.Tile(tile));
+            for (int j = 0; j < 4; ++j) scaled[0][j] = MultiplyTwice(plain[0][j], factors[j % 2]);
+            AddFrameProduct<L>(pair[0], own_tile, scaled, of.of_first.Tile(tile));
+            AddFrameProduct<L>(pair[1], own_tile, scaled, of.of_second.Tile(tile));
           };
           add(left[0][0], triangles);
           add(left[1][0], next);
@@ -1630,12 +1630,10 @@ class ChunkGradients {
 #pragma unroll
       for (int i = 0; i < kHalfTiles; ++i)
 #pragma unroll
-        for (int j = 0; j < 4; ++j)
-#pragma unroll
-          for (int term = 0; term < kTerms; ++term) {
-            uint32_t& x = left[frame / kHalfTiles * kHalfTiles + i][term][j];
-            x = MultiplyTwice(x, factors[j % 2]);
-          }
+        for (int j = 0; j < 4; ++j) {
+          uint32_t& x = left[frame / kHalfTiles * kHalfTiles + i][0][j];
+          x = MultiplyTwice(x, factors[j % 2]);
+        }
     };
     Left left[kTiles][kTerms], next_left[kTiles][kTerms];
     load(triangles.left, left);
@@ -1993,7 +1991,9 @@ void MakeRowMaps(NoRowMaps&, const Call&, const uint4*, int64_t) {}
 #ifndef RWKV_JAX_EMULATION
 void MakeRowMaps(RowMaps& maps, const Wkv7BackwardCall& call, const uint4* gradients,
                  int64_t blocks) {
-  const cuuint64_t rows = call.dims.batch * call.dims.tokens, size = call.dims.head_size;
+  const cuuint64_t size = call.dims.head_size;
+  const cuuint64_t rows =
+      call.sequences.Given() ? call.sequences.tokens : call.dims.batch * call.dims.tokens;
   const cuuint64_t width = call.dims.heads * size, state_rows = blocks * size;
   const auto make = [](CUtensorMap& map, const void* x, cuuint64_t rows, cuuint64_t width,
                        cuuint32_t box_rows) {

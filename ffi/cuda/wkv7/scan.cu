@@ -1071,7 +1071,7 @@ class ScanBlock {
   uint32_t next_word;                // marks of the tile that is copied next
 };
 
-// Of two warpgroups with 128 registers a thread, that with the state takes some of the other's.
+// Two warpgroups start with 128 registers a thread. The one without the state gives 24 of them to the one with it.
 template <bool kOnState>
 __device__ void ShareRegisters() {
 #if RWKV_JAX_WARPGROUP_PRODUCTS
@@ -1100,6 +1100,7 @@ __global__ __launch_bounds__(
     if constexpr (Block::L::kHelpers == 0)
       block.template MainLoop<true, true>(scaling);
     else if (block.OnState()) {
+      static_assert(kWork != Work::kTogether || Block::L::kThreads * Block::L::kBlocks == 512);
       if constexpr (kWork == Work::kTogether) ShareRegisters<true>();
       block.template MainLoop<true, false>(scaling);
     } else {
