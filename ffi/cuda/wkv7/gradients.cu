@@ -641,6 +641,28 @@ class ChunkGradients {
       if (frames == Frames::kHalves) BringToOtherFrame();
   }
 
+  // Eight channels, of a 16-bit type or floats, times their factors, as bfloat16 or terms of it.
+  template <typename Half, typename Factor>
+  static __device__ __forceinline__ void RoundPiece(const uint4 (&piece)[kTerms], Factor&& factor,
+                                                    uint4 (&x)[kTerms]) {
+    const uint4 first = piece[0], last = piece[kTerms - 1];
+    const uint32_t words[8] = {first.x, first.y, first.z, first.w, last.x, last.y, last.z, last.w};
+    uint32_t terms[4][kTerms];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t low = words[kTerms * j], high = words[kTerms * j + kTerms - 1];
+      float2 pair;
+      if constexpr (kFloat)
+        pair = {__uint_as_float(low), __uint_as_float(high)};
+      else
+        pair = {Pair<Half>::Low(low), Pair<Half>::High(high)};
+      Round(pair.x * factor(2 * j), pair.y * factor(2 * j + 1), terms[j]);
+    }
+#pragma unroll
+    for (int term = 0; term < kTerms; ++term)
+      x[term] = {terms[0][term], terms[1][term], terms[2][term], terms[3][term]};
+  }
+
   // Rounds v and dy, which no decay scales, to bfloat16 or terms of it.
   __device__ __forceinline__ void RoundValues() const {
     if constexpr (kBf16) return;
@@ -661,20 +683,10 @@ class ChunkGradients {
         x[i / kTerms][i % kTerms] = *at(i % kTerms, i / kTerms);
 #pragma unroll
       for (int i = 0; i < kTerms; ++i) {
-        const uint4 first = x[i][0], last = x[i][kTerms - 1];
-        const uint32_t words[8] = {first.x, first.y, first.z, first.w,
-                                   last.x,  last.y,  last.z,  last.w};
-        uint32_t terms[4][kTerms];
+        uint4 rounded[kTerms];
+        RoundPiece<T>(x[i], [](int) { return 1.0f; }, rounded);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          if constexpr (kFloat)
-            Round(__uint_as_float(words[2 * j]), __uint_as_float(words[2 * j + 1]), terms[j]);
-          else
-            Round(Pair<T>::Low(words[j]), Pair<T>::High(words[j]), terms[j]);
-        }
-#pragma unroll
-        for (int term = 0; term < kTerms; ++term)
-          *at(i, term) = {terms[0][term], terms[1][term], terms[2][term], terms[3][term]};
+        for (int term = 0; term < kTerms; ++term) *at(i, term) = rounded[term];
       }
     }
   }
@@ -726,28 +738,11 @@ class ChunkGradients {
       for (int c = 0; c < 8; ++c) e[c] = factor(col + c);
 #pragma unroll
       for (int i = 0; i < kStateSteps; ++i) {
-        uint32_t words[4 * kTerms];
-#pragma unroll
-        for (int term = 0; term < kTerms; ++term) {
-          const uint4& piece = pieces[i][term];
-          words[4 * term] = piece.x, words[4 * term + 1] = piece.y;
-          words[4 * term + 2] = piece.z, words[4 * term + 3] = piece.w;
-        }
-        Left x[kTerms];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const uint32_t low = words[kTerms * j], high = words[kTerms * j + kTerms - 1];
-          const float2 pair = kFloat ? float2{__uint_as_float(low), __uint_as_float(high)}
-                                     : float2{Bf16::Low(low), Bf16::High(low)};
-          uint32_t rounded[kTerms];
-          Round(pair.x * e[2 * j], pair.y * e[2 * j + 1], rounded);
-#pragma unroll
-          for (int term = 0; term < kTerms; ++term) x[term][j] = rounded[term];
-        }
+        uint4 x[kTerms];
+        RoundPiece<__nv_bfloat16>(pieces[i], [&](int c) { return e[c]; }, x);
 #pragma unroll
         for (int term = 0; term < kTerms; ++term)
-          *reinterpret_cast<uint4*>(memory + StatePiece(to + term * L::kTermBytes, i)) = {
-              x[term][0], x[term][1], x[term][2], x[term][3]};
+          *reinterpret_cast<uint4*>(memory + StatePiece(to + term * L::kTermBytes, i)) = x[term];
       }
     };
     scale(L::kSp, state.s0, [&](int c) { return StartFactor(c); });
@@ -896,7 +891,7 @@ class ChunkGradients {
     const uint32_t staged = At(panel == 0 ? L::kAak : L::kQrk);
     Channels{staged, warp}.template StoreSum<T>(0, dv);
     WaitForWarpgroup();
-    WriteRows<kChunkTokens>(staged, 0, call.dv, ValueSize(), tokens == kChunkTokens);
+    WriteRows<kChunkTokens>(staged, 0, call.dv, ValueSize());
     Arrive(B::kDvOut, kDvThreads);
     if (kOnePanel) WaitForWarpgroup();  // as often as half 0, for racecheck
   }
@@ -1123,8 +1118,7 @@ class ChunkGradients {
     void* const outs[4] = {call.db, call.dk, call.dr, call.da};
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      WriteRows<L::kPartTokens>(OwnPanel(StagedBy(i)), part * L::kPartTokens, outs[i], N,
-                                tokens == kChunkTokens);
+      WriteRows<L::kPartTokens>(OwnPanel(StagedBy(i)), part * L::kPartTokens, outs[i], N);
   }
 
   // dw of this panel and part.
@@ -1183,8 +1177,7 @@ class ChunkGradients {
     }
     OwnChannels(L::kAt).template StoreSum<T>(FirstTile(), reads);
     __syncthreads();
-    WriteRows<L::kPartTokens>(OwnPanel(L::kAt), part * L::kPartTokens, call.dw, KeySize(),
-                              tokens == kChunkTokens);
+    WriteRows<L::kPartTokens>(OwnPanel(L::kAt), part * L::kPartTokens, call.dw, KeySize());
 #if RWKV_JAX_WARPGROUP_PRODUCTS
     if constexpr (kHasMaps) hopper::AwaitReads<0>();
 #endif
@@ -1507,10 +1500,10 @@ class ChunkGradients {
   }
 
   // Writes kRows rows of a panel to global memory, to an array with heads of `size` channels, after all warps of
-  // this warpgroup have stored their channels there. `whole` is whether the chunk has all of them.
-  template <int kRows>
-  __device__ __forceinline__ void WriteRows(uint32_t staged, int first_row, void* out, int size,
-                                            bool whole) const {
+  // this warpgroup have stored their channels there. Unless kWhole, the chunk is expected to have fewer.
+  template <int kRows, bool kWhole = true>
+  __device__ __forceinline__ void WriteRows(uint32_t staged, int first_row, void* out,
+                                            int size) const {
     const int begin = first_row + threadIdx.x % 128 / 8, piece = threadIdx.x % 8;
     const auto write = [&](int row, T* to) {
 #pragma unroll
@@ -1521,7 +1514,7 @@ class ChunkGradients {
     const auto at = [&](int row) {
       return static_cast<T*>(out) + ElementOf(row, size) + kPanelCols * panel;
     };
-    if (kFilled && whole) {
+    if (kFilled && kWhole && tokens == kChunkTokens) {
       T* const to = at(begin);
 #pragma unroll
       for (int i = 0; i < kRows; i += 16) write(begin + i, to + static_cast<int64_t>(i) * stride);
@@ -1558,11 +1551,12 @@ class ChunkGradients {
       }
 #endif
     WaitForWarpgroup();
-    // With maps a whole chunk has been written as boxes; where none could be made, rows go one by one.
-    const bool whole = !kHasMaps && tokens == kChunkTokens;
-    WriteRows<kHalfTokens>(OwnPanel(first_staged), half * kHalfTokens, first_out, KeySize(), whole);
-    WriteRows<kHalfTokens>(OwnPanel(second_staged), half * kHalfTokens, second_out, KeySize(),
-                           whole);
+    // With maps a whole chunk has been written as boxes, unless none could be made.
+    const auto write = [&](int at_panel, void* out) {
+      WriteRows<kHalfTokens, !kHasMaps>(OwnPanel(at_panel), half * kHalfTokens, out, KeySize());
+    };
+    write(first_staged, first_out);
+    write(second_staged, second_out);
   }
 
   // The left operand of two products, by its offset, and their right operands.
