@@ -164,6 +164,17 @@ def test_activations(activation: str, rank: int, offset: bool) -> None:
     assert_right("low_rank", found, right, case.dtype)
 
 
+@pytest.mark.parametrize("name", IN_TWO)
+def test_equals_the_two_functions(name: str) -> None:
+    """Exactly, where it is a call of each."""
+    arrays = operands(name, _small(name, dtype="float32" if name == "keyed_wkv7" else "bfloat16"))
+    calls = (None, IN_TWO[name])
+    found, right = (value_and_gradients(name, None, *arrays, function=call) for call in calls)
+    for n, x in found.items():
+        assert x.dtype == right[n].dtype, n
+        assert np.array_equal(x, right[n]), n
+
+
 # Transformations.
 
 

@@ -23,8 +23,10 @@ def test_no_module_needs_one_that_needs_it() -> None:
     for path in PACKAGE.rglob("*.py"):
         parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        imports = [x for x in ast.parse(path.read_text()).body if isinstance(x, ast.ImportFrom)]
-        needed = {y for x in imports for z in x.names for y in (x.module, f"{x.module}.{z.name}")}
+        tops = ast.parse(path.read_text()).body
+        imports = [x for x in tops if isinstance(x, ast.Import | ast.ImportFrom)]
+        modules = [(getattr(x, "module", None), z.name) for x in imports for z in x.names]
+        needed = {y for m, z in modules for y in (m or z, f"{m}.{z}")}
         # A package that imports from itself names the module that it wants.
         graph[name] = {x for x in needed if x != name and not name.startswith(f"{x}.")}
     graphlib.TopologicalSorter(graph).prepare()
