@@ -20,7 +20,7 @@
 #include "splits.h"
 #include "wkv4/kernels.h"
 #include "wkv6/kernels.h"
-#include "wkv7/keyed.h"
+#include "wkv7/forms.h"
 #include "wkv7/kernels.h"
 
 namespace rwkv_jax::cuda {
@@ -38,6 +38,14 @@ struct Cuda {
     std::vector<Registration> targets = Registrations<Cuda>();
     targets.push_back({"rwkv_wkv7_keyed_fwd_v2", Target<Cuda, KeyedWkv7, Pass::kForward>});
     targets.push_back({"rwkv_wkv7_keyed_bwd_v2", Target<Cuda, KeyedWkv7, Pass::kBackward>});
+    targets.push_back(
+        {"rwkv_gated_delta_rule_fwd_v1", Target<Cuda, GatedDeltaRule, Pass::kForward>});
+    targets.push_back(
+        {"rwkv_gated_delta_rule_bwd_v1", Target<Cuda, GatedDeltaRule, Pass::kBackward>});
+    targets.push_back(
+        {"rwkv_kimi_delta_attention_fwd_v1", Target<Cuda, KimiDeltaAttention, Pass::kForward>});
+    targets.push_back(
+        {"rwkv_kimi_delta_attention_bwd_v1", Target<Cuda, KimiDeltaAttention, Pass::kBackward>});
     for (const auto& more :
          {LayerTargets(), FeedForwardTargets(), LowRankTargets(), LossTargets(), BlockTargets()})
       targets.insert(targets.end(), more.begin(), more.end());
@@ -47,11 +55,12 @@ struct Cuda {
   template <typename Operator, Pass kPass>
   static ffi::Error Handle(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                            const Attributes& attributes) {
-    constexpr bool kPads = std::is_same_v<Operator, Wkv7> && kPass != Pass::kStep;
+    constexpr bool kPads = std::is_base_of_v<Wkv7, Operator> &&
+                           !std::is_same_v<Operator, KeyedWkv7> && kPass != Pass::kStep;
     CallReader<Operator> reader(kPass, args, rets, attributes, kMaxHeadSize, kPads);
     auto call = EmptyCall<Operator, kPass>();
     reader.Read(call);
-    ReadKeys(reader.operands, call);
+    ReadForm(reader.operands, call);
     if (ffi::Error error = reader.operands.Finish(); error.failure()) return error;
 
     const Problem& problem = reader.problem;
@@ -71,7 +80,7 @@ struct Cuda {
       reader.operands.Require(
           plan.matrix_units,
           "no kernel computes this transition; has_transition tells which ones exist");
-    if constexpr (kIsKeyed<decltype(call)>)
+    if constexpr (kIsForm<decltype(call)>)
       reader.operands.Require(plan.matrix_units, "T = ", problem.tokens, " on a device with ",
                               plan.device.shared_memory,
                               " bytes of shared memory for a block; expected at least ",
@@ -83,6 +92,9 @@ struct Cuda {
         const int64_t halves = problem.dtype == Dtype::kF32 ? 2 : 1;
         error = ClearOutside(stream, call.sequences, problem.rows, problem.sequences / problem.rows,
                              problem.tokens, halves, reader.TokenResults(call));
+        if (const auto floats = FloatTokenResults(call); error == cudaSuccess && !floats.empty())
+          error = ClearOutside(stream, call.sequences, problem.rows,
+                               problem.sequences / problem.rows, problem.tokens, 2, floats);
       }
     if (error == cudaSuccess && problem.AllHeads() > 0) {
       if constexpr (kPass == Pass::kTransition)

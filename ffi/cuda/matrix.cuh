@@ -85,6 +85,11 @@ __device__ uint32_t ToBf16(uint32_t pair) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) return pair;
   return Bf16::Round(Pair<T>::Low(pair), Pair<T>::High(pair));
 }
+template <typename T>
+__device__ uint32_t FromBf16(uint32_t pair) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) return pair;
+  return Pair<T>::Round(Bf16::Low(pair), Bf16::High(pair));
+}
 
 // Rounds two fragments; as bfloat16 they are a left operand.
 template <typename T = __nv_bfloat16>

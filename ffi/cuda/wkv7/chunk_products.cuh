@@ -84,17 +84,17 @@ __device__ void LoadTransposedPanel(uint32_t panel, int column, int first,
                          left[tile][term]);
 }
 
-// Starts two products with the same left operand of one term, over kTiles tiles of k from `first` on.
-template <typename L, bool kAdd, int kTiles, typename Right>
-__device__ void ProductPair(HalfAccumulator (&sums)[2], const Left (&left)[kTiles][L::kTerms],
-                            int first, const Right& right_of_first, const Right& right_of_second) {
+// Starts products with the same left operand of one term, over kTiles tiles of k from `first` on.
+template <typename L, bool kAdd, int kSums, int kTiles, typename Right>
+__device__ void Products(HalfAccumulator (&sums)[kSums], const Left (&left)[kTiles][L::kTerms],
+                         int first, const Right (&right)[kSums]) {
   static_assert(L::kTerms == 1);
   BeginProducts();
 #pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
-    MultiplyOrAdd(kAdd || tile > 0, sums[0], left[tile][0], right_of_first.Tile(first + tile));
-    MultiplyOrAdd(kAdd || tile > 0, sums[1], left[tile][0], right_of_second.Tile(first + tile));
-  }
+  for (int tile = 0; tile < kTiles; ++tile)
+#pragma unroll
+    for (int i = 0; i < kSums; ++i)
+      MultiplyOrAdd(kAdd || tile > 0, sums[i], left[tile][0], right[i].Tile(first + tile));
   CommitProducts();
 }
 

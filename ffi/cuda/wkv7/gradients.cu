@@ -41,6 +41,16 @@
 //   dBh = U dSh + dQrb^T Rt + dAab^T At      dRt = dY Sp + dQrb Bh + dQrk Kh
 //   dKh = V dSh + dQrk^T Rt + dAak^T At      dAt = dZ Sp + dAab Bh + dAak Kh
 //
+// In a call of the delta rule with a decay of each channel (Kimi Delta Attention, arXiv:2510.26692), r is scale q, k is
+// beta k', a is d k' and b is -beta k'. Then At is k' 2^(G - c), Bh is -Kh, and fewer products are left:
+//
+//   T = tril_strict(At Kh^T)   Q = tril(Rt Kh^T)   M = (I + T)^-1   W = M (V - At Sp^T)   Y = Rt Sp^T + Q W
+//
+//   dW = Q^T dY + Kh dSh^T     dV = dZ = M^T dW
+//   dQ = tril(dY W^T)          dT = -tril_strict(dZ W^T)
+//   dKh = W dSh + dQ^T Rt + dT^T At    dRt = dY Sp + dQ Kh    dAt = dT Kh - dZ Sp
+//   dk' = 2^(G - c) dAt + beta 2^(c - G) dKh    dbeta = the sum of k' 2^(c - G) dKh over channels
+//
 // A term that joins operands of two frames has the factor 2^(c of the later - c of the earlier) besides, where Sp
 // belongs to the first frame and dSh to the last. It is a power of two, so that multiplying by it rounds nothing.
 // The left operand of a product is multiplied by it in registers, or the sum where all its terms have the same.
@@ -52,7 +62,8 @@
 //
 //   dlog d_t = sum_v dS * S_L + sum_{s >= t} (Rt dRt - Bh dBh - Kh dKh)_s + sum_{s > t} (At dAt)_s,
 //
-// where S_L is the state after the chunk. A pair of tokens that both lie in that sum occurs in it
+// where S_L is the state after the chunk, and of the delta rule, whose a has the decay of its own token, the last sum
+// begins at t as well. A pair of tokens that both lie in that sum occurs in it
 // twice, once as a read and once as a write, and cancels. It cancels only if both sides use the
 // same rounded factors, so every phase takes the scaled operands from shared memory.
 //
@@ -96,7 +107,20 @@
 //                                                               warpgroup: dR and dA are staged
 //
 // where half 1 waits at AakRead before it stages dV, and half 0 in TriangleGradients at the other barriers with a
-// name; or, of floats, with one product in each warpgroup,
+// name; or, of the delta rule,
+//
+//   TokenProducts           M Q       M: 0; Q: 1
+//   UGradients              dW        half 1              block: products are stored
+//   Values                  W         half 0              half: W of all panels is stored
+//   DeltaValueGradients     dV        half 1              DzStored: -dZ is stored, and Q and M have been read
+//                                                         warpgroup: so are its channels, which are written from there
+//   DeltaTriangleGradients  dQ dT     half 0              block: triangles are stored
+//   DeltaQueryGradients     dq        panel x half        half: dY and dZ have been read
+//                                                         warpgroup: dq is staged
+//   DeltaKeyGradients       dk        panel x half        half: W has been read
+//                                                         warpgroup: dk is staged
+//
+// or, of floats, with one product in each warpgroup,
 //
 //   ValuesByRoles      Aab Aak Qrb Qrk      0, 1, 2, 3          warpgroup: the product is stored
 //                      M, Z, dU, dV without 0, 1, 2, 3          values: M is stored
@@ -109,7 +133,7 @@
 //
 // and then
 //
-//   DecayGradient      dw                   panel x part        block: sums of the other parts
+//   DecayGradient      dw, dbeta            panel x part        block: sums of the other parts
 //                                                               block: dw is staged
 //   KeysGradients      as wkv7_keys' pass   half of the tokens  block: sums of all warps
 //
@@ -123,6 +147,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "fragment.cuh"
 #include "kernel_choice.cuh"
 #include "launch.cuh"
 #include "wkv7/kernels.h"
@@ -161,7 +186,7 @@ struct ChunkParts {
 // are terms (matrix.cuh), and the second terms lie kTermBytes behind the first ones. What an
 // array holds changes from phase to phase; its last content is staged there on the way to global
 // memory.
-template <typename T, int N, bool kAmple>
+template <typename T, int N, bool kAmple, bool kDelta>
 struct GradientLayout : ChunkParts<kTermsOf<T>> {
   static constexpr int kTerms = kTermsOf<T>;
   static constexpr int kPanels = N / kPanelCols;
@@ -184,17 +209,22 @@ struct GradientLayout : ChunkParts<kTermsOf<T>> {
   static constexpr int kDs = kSp + kStateBytes;  // dS or dSh
   // Key factors, Aab, M, dAab.
   static constexpr int kM = kDs + kStateBytes;
-  static constexpr int kAak = kM + kPanelBytes;    // Aak, dv of the first panel, dAak
-  static constexpr int kQrb = kAak + kPanelBytes;  // Qrb, dQrb
-  static constexpr int kQrk = kQrb + kPanelBytes;  // Qrk, dv of the second panel, dQrk
+  // Aak, dv of the first panel, dAak; Qrb, dQrb; Qrk, dv of the second panel, dQrk.
+  static constexpr int kAak = kDelta ? kM : kM + kPanelBytes;
+  static constexpr int kQrb = kAak + kPanelBytes;
+  static constexpr int kQrk = kDelta ? kQrb : kQrb + kPanelBytes;
   static constexpr int kTermBytes = kQrk + kPanelBytes;
+  // If kDelta, kV has v, W and dk, kDz has w, LastFrameRows, -dZ and TokenSums, kM has M and dT, and kQrb has Q and dQ.
+  // kBh has Rt, and kU has At, in the first frame of halves, and then both have KeptKeys.
+
   // Of halves Rt in the first frame, until Qrb and Qrk are stored.
-  static constexpr int kFirstRt = kTermBytes - kTokenBytes;
+  static constexpr int kFirstRt = kDelta ? kBh : kTermBytes - kTokenBytes;
   // float [4, N]: the sums of the log decays of both halves or, of decays without a bound, the factors of S0 and dS,
   // and Centres. Of decays with a bound the factor of S0 comes to row 0 unless kAmple, and at last the other rows
   // have Written and LaterReads. Before that, row 3 has the barriers of LoadBoxes.
   static constexpr int kSums = kTerms * kTermBytes;
-  static constexpr int kBytes = kSums + 4 * N * sizeof(float);
+  static constexpr int kBeta = kSums + 4 * N * sizeof(float);  // if kDelta: float [64]
+  static constexpr int kBytes = kBeta + (kDelta ? kChunkTokens * sizeof(float) : 0);
 };
 
 // Named barriers; 0 is __syncthreads. The table of phases says what each is for.
@@ -273,7 +303,8 @@ class ChunkGradients {
   using Maps = RowMapsOf<T, kMarked, kFramed, kAmple, Call>;
   static constexpr bool kHasMaps = RWKV_JAX_WARPGROUP_PRODUCTS && !std::is_same_v<Maps, NoRowMaps>;
   static constexpr bool kKeyed = std::is_same_v<Call, Wkv7KeyedBackwardCall>;
-  using L = GradientLayout<T, N, kAmple>;
+  static constexpr bool kDelta = std::is_same_v<Call, Wkv7DeltaBackwardCall>;
+  using L = GradientLayout<T, N, kAmple, kDelta>;
   using B = GradientBarriers<L>;
   using Channels = WarpChannels<L>;
   using Decays = PartDecays<L>;
@@ -311,11 +342,11 @@ class ChunkGradients {
         part(group % L::kParts),
         half(part / (L::kParts / 2)) {}
 
-  // Finds the chunk and the head of this block. Returns false if the block has nothing to do.
-  __device__ __forceinline__ bool Find() {
+  // Finds the chunk and the head of a block. Returns false if the block has nothing to do.
+  __device__ __forceinline__ bool Find(unsigned block) {
     // Divisions of 64 bits would cost more.
     const unsigned heads = static_cast<unsigned>(call.dims.heads);
-    const int64_t all_chunks = blockIdx.x / heads, head = blockIdx.x - all_chunks * heads;
+    const int64_t all_chunks = block / heads, head = block - all_chunks * heads;
     const int row = call.sequences.Given()
                         ? call.sequences.owners[all_chunks]
                         : static_cast<int>(all_chunks / static_cast<unsigned>(call.dims.saved));
@@ -366,6 +397,10 @@ class ChunkGradients {
     if constexpr (kKeyed) {
       copy(L::kBh, call.a, N);  // the rate
       CopyKeyFactors(absent);
+    } else if constexpr (kDelta) {
+      if (const int row = threadIdx.x; row < kChunkTokens)
+        CopyWordAsync(At(L::kBeta) + 4 * row, call.beta + TokenOf(row),
+                      row < tokens && (absent >> row & 1) == 0);
     } else {
       copy(L::kAt, call.a, KeySize());
       copy(L::kBh, call.b, KeySize());
@@ -457,6 +492,33 @@ class ChunkGradients {
     if (!WaitForBoxes(2)) WaitForCopies<0>();
   }
 
+  // Lets L2 fetch what a block reads that starts about when this one ends. A block with heads of 128 has a
+  // multiprocessor for itself, and waits for all that it reads.
+  __device__ __forceinline__ void FetchLaterChunk() const {
+    constexpr unsigned kBlocksAtOnce = 132 * (N == 64 ? 2 : 1);  // of the largest GPUs of 9.0
+    const unsigned block = blockIdx.x + kBlocksAtOnce;
+    ChunkGradients later = *this;
+    if (block >= gridDim.x || !later.Find(block)) return;
+    const int row = threadIdx.x % kChunkTokens;
+    for (int i = threadIdx.x / kChunkTokens; i < 7; i += L::kThreads / kChunkTokens) {
+      const bool of_values = i == 1 || i == 2;
+      const int size = of_values ? ValueSize() : KeySize();
+      if (i < 5) {
+        const T* const array = static_cast<const T*>(i == 0   ? call.w
+                                                     : i == 1 ? call.v
+                                                     : i == 2 ? call.dy
+                                                     : i == 3 ? call.r
+                                                              : call.k);
+        if (row < later.tokens) PrefetchBytes(array + later.ElementOf(row, size), size * sizeof(T));
+      } else if (row == 0) {
+        const int64_t elements = i == 5 ? ValueSize() * KeySize() : N * N;
+        PrefetchBytes(static_cast<const __nv_bfloat16*>(i == 5 ? call.states : state_gradients) +
+                          block * elements,
+                      elements * sizeof(__nv_bfloat16));
+      }
+    }
+  }
+
   // All threads have waited at the barriers of LoadBoxes.
   __device__ __forceinline__ void ForgetBoxBarriers() const {
 #if RWKV_JAX_WARPGROUP_PRODUCTS
@@ -488,7 +550,8 @@ class ChunkGradients {
       } else {
         LoadTransposed(TileAddress(OwnPanel(L::kDz), token, warp), w);
         if constexpr (kFramed)
-          LogDecays<T, Decay::kExp>(w, call.decay, kLeastLog2, present, x[0]);
+          LogDecays<T, Decay::kExp>(w, kDelta ? Decay::kLog : call.decay, kLeastLog2, present,
+                                    x[0]);
         else
           LogDecays<T, Decay::kSigmoid>(w, Decay::kSigmoid, kLeastLog2, present, x[0]);
       }
@@ -621,6 +684,20 @@ class ChunkGradients {
       const auto set = [&](auto value) {
         ForEachElement<2>([&](int i, int j) { e[i][j] = value(i, j); });
       };
+      if constexpr (kDelta) {
+        load(L::kKh, k), load(L::kKh, a), load(L::kRt, r);
+        const float2 betas[2] = {BetasOf(tile, 0), BetasOf(tile, 1)};
+        const float factor = *call.scale;
+        set([&](int i, int j) {
+          return Exp2(writes[2 * tile + i][j]) * (j % 2 == 0 ? betas[i].x : betas[i].y);
+        });
+        scale(L::kKh, k);
+        set([&](int i, int j) { return Exp2(-writes[2 * tile + i][j]); });
+        scale(L::kAt, a);
+        set([&](int i, int j) { return e[i][j] * factor; });
+        scale(L::kRt, r);
+        continue;
+      }
       if constexpr (kKeyed)
         MakeTileKeys(tile, k[0], a[0], b[0]);
       else
@@ -699,7 +776,8 @@ class ChunkGradients {
     __syncwarp();
     const auto bring = [&](auto of_half) {
       constexpr bool kFirst = decltype(of_half)::value == 0;
-      constexpr int kOffsets[4] = {L::kAt, L::kRt, L::kBh, L::kKh}, kCount = kFirst ? 4 : 2;
+      constexpr int kOffsets[4] = {L::kAt, L::kRt, L::kKh, L::kBh};
+      constexpr int kCount = !kFirst ? 2 : kDelta ? 3 : 4;
       Left x[kCount][kHalfTiles][kTerms];
 #pragma unroll
       for (int i = 0; i < kCount * kHalfTiles; ++i)
@@ -752,14 +830,16 @@ class ChunkGradients {
   // One of M, Aak, Qrb and Qrk, by its number.
   __device__ __forceinline__ void TokenProduct(int i) const {
     const int to = L::kM + i * L::kPanelBytes;
-    const int left = i < 2 ? L::kAt : L::kRt, right = i % 2 == 0 ? L::kBh : L::kKh;
+    const bool of_a = i < (kDelta ? 1 : 2);
+    const int left = of_a ? L::kAt : L::kRt, right = !kDelta && i % 2 == 0 ? L::kBh : L::kKh;
     Accumulator<8> sum;
     ChannelProduct<false>(sum, AllChannels(left), AllChannels(right), warp,
                           AllChannels(FirstFrame(left)), AllChannels(right));
     Finish(sum);
-    if (kHasHalves && frames == Frames::kHalves && to >= L::kFirstRt)
+    if (kHasHalves && !kDelta && frames == Frames::kHalves && to >= L::kFirstRt)
       WaitForHalf();  // until Rt in the first frame has been read
-    StoreLower<L>(warp, At(to), i >= 2, LoadMarks(), sum);
+    if (kDelta && of_a) Negate(sum);
+    StoreLower<L>(warp, At(to), !of_a, LoadMarks(), sum);
   }
 
   // M, Aak, Qrb and Qrk, shared out among the warpgroups. The warpgroup that inverts a product has
@@ -772,8 +852,11 @@ class ChunkGradients {
     }
     // One copy of a product that has all frames: caches of instructions are small.
 #pragma unroll(kFramed ? 1 : 4)
-    for (int i = 0; i < 4; ++i)
-      if (group == (i == 0 ? 0 : i == 1 ? L::kPanels : i == 2 ? 1 : L::kGroups - 1))
+    for (int i = 0; i < (kDelta ? 2 : 4); ++i)
+      if (group == (i == 0              ? 0
+                    : i == 1 && !kDelta ? L::kPanels
+                    : i == 2 || kDelta  ? 1
+                                        : L::kGroups - 1))
         TokenProduct(i);
     if (group == 0) {
       __syncwarp();
@@ -792,16 +875,43 @@ class ChunkGradients {
       Finish(z);
       KeepTokens<8>(0, 0, marks.FirstStart(), z);
     }
-    Product<L, true, kChunkTiles>(warp, z, Down{OwnPanel(L::kV)}, Along{At(L::kAak)});
-    Finish(z);
-    Arrive(B::kAakRead, L::kThreads);
+    if constexpr (kDelta) {
+      OwnChannels(L::kV).template ForEachPair<kChunkTiles>(
+          0, [&](int fragment, int e, float low, float high) {
+            z[fragment][e] = low - z[fragment][e];
+            z[fragment][e + 1] = high - z[fragment][e + 1];
+          });
+    } else {
+      Product<L, true, kChunkTiles>(warp, z, Down{OwnPanel(L::kV)}, Along{At(L::kAak)});
+      Finish(z);
+      Arrive(B::kAakRead, L::kThreads);
+    }
     RoundPanel(z, rounded);
     Product<L, false>(u, rounded, Along{At(L::kM)});
     Finish(u);
-    if (halves) WaitForHalf();  // until At in the first frame has been read
-    OwnChannels(L::kU).template StoreSum<__nv_bfloat16>(0, u);
+    if (halves && !kDelta) WaitForHalf();  // until At in the first frame has been read
+    OwnChannels(kSolved).template StoreSum<__nv_bfloat16>(0, u);
     PublishOperands();
     WaitForHalf();
+  }
+
+  // Of the delta rule: dQ and dT in place of Q and M; half 0. The warpgroup of the first panel has dQ, that of the
+  // last panel dT.
+  __device__ __forceinline__ void DeltaTriangleGradients() const {
+    const bool has_q = panel == 0, has_t = panel == L::kPanels - 1;
+    Accumulator<8> dq, dt;
+    if (has_q) Product<L, false, kTiles>(warp, dq, AllChannels(L::kDy), AllChannels(L::kV));
+    WaitForProducts<0>();
+    Synchronize(B::kDzStored, L::kThreads);
+    if (has_q) {
+      Settle(dq);
+      StoreLower<L>(warp, At(L::kQrb), true, LoadMarks(), dq);
+    }
+    if (has_t) {
+      Product<L, false, kTiles>(warp, dt, AllChannels(L::kDz), AllChannels(L::kV));
+      Finish(dt);
+      StoreLower<L>(warp, At(L::kM), false, LoadMarks(), dt);
+    }
   }
 
   // dQrb, dQrk, dAab and dAak in place of Qrb, Qrk, M and Aak; half 0. The warpgroup of the first
@@ -849,8 +959,9 @@ class ChunkGradients {
     Accumulator<8> du;
     PublishOperands();
     WaitForHalf();
-    ChannelProduct<false>(du, GradientRows(), AllChannels(L::kBh), kChunkTiles - 1, GradientRows(),
-                          LastFrameRows(L::kBh, 0));
+    constexpr int kWrites = kDelta ? L::kKh : L::kBh;
+    ChannelProduct<false>(du, GradientRows(), AllChannels(kWrites), kChunkTiles - 1, GradientRows(),
+                          LastFrameRows(kWrites, 0));
     KeepLastSegment(du);
     Product<L, true, kChunkTiles>(warp, du, Down{OwnPanel(L::kDy)}, Down{At(L::kQrb)});
     Finish(du);
@@ -896,6 +1007,119 @@ class ChunkGradients {
     if (kOnePanel) WaitForWarpgroup();  // as often as half 0, for racecheck
   }
 
+  // Of the delta rule: dZ^T of the channels of this panel, which is dV^T, from dW^T; half 1. It leaves -dZ in shared
+  // memory.
+  __device__ __forceinline__ void DeltaValueGradients(Left (&rounded)[kChunkTiles][kTerms]) const {
+    Accumulator<8> dz;
+    Product<L, false>(dz, rounded, Down{At(L::kM)});
+    Finish(dz);
+    Negate(dz);
+    if (frames == Frames::kHalves) WaitForHalf();  // until LastFrameRows have been read
+    OwnChannels(L::kDz).template StoreSum<__nv_bfloat16>(0, dz);
+    PublishOperands();
+    Arrive(B::kDzStored, L::kThreads);
+    WaitForWarpgroup();
+    WriteRows<kChunkTokens, true, true>(OwnPanel(L::kDz), 0, call.dv, ValueSize());
+  }
+
+  // Of the delta rule: dq of this panel and half, the terms of the decays, and what dk' has by At.
+  __device__ __forceinline__ void DeltaQueryGradients(const Decays& decays, Terms& terms) const {
+    HalfAccumulator pair[2];  // dRt, dAt
+    Left sp[kTiles][kTerms];
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) LoadStart(tile, sp[tile]);
+    Products<L, false>(pair, sp, 0, {HalfRows(L::kDy), HalfRows(L::kDz)});
+    const auto add_triangles = [&](auto tiles) {
+      AddTriangles<decltype(tiles)::value>(
+          pair, 0, 0, Triangles<Along, 2>{L::kKh, {HalfRows(L::kQrb), HalfRows(L::kM)}},
+          NoTriangles(), [&] {
+            if (const ChunkMarks marks = LoadMarks(); marks.starts != 0)
+              for (HalfAccumulator& sum : pair)
+                KeepTokens<kHalfFragments>(half * kHalfTokens, 0, marks.FirstStart(), sum);
+          });
+    };
+    if (half == 0)
+      add_triangles(std::integral_constant<int, kHalfTiles>());
+    else
+      add_triangles(std::integral_constant<int, kChunkTiles>());
+    AddReads(L::kRt, 1.0f, pair[0], terms);
+    AddReads(L::kAt, 1.0f, pair[1], terms);
+    const float factor = *call.scale;
+    ForEachElement<kHalfFragments>([&](int fragment, int e) {
+      const float reads = Exp2(-decays.writes[fragment][e]);
+      pair[0][fragment][e] *= factor * reads;
+      pair[1][fragment][e] *= reads;
+    });
+    // Not kept in registers, of which the gradients of keys need all.
+#pragma unroll
+    for (int fragment = 0; fragment < kHalfFragments; ++fragment)
+      *KeptKeys(fragment) = Pack(pair[1][fragment]);
+    WriteHalf(pair[0], L::kDy, call.dr);
+  }
+
+  // Of the delta rule: dk' of this panel and half, the other terms of the decays, and what dbeta has, in TokenSums.
+  __device__ __forceinline__ void DeltaKeyGradients(const Decays& decays, Terms& terms) const {
+    if (LoadMarks().starts == 0) AddWrittenOfState(half, terms);
+    HalfAccumulator sums[1];  // dKh
+    Left ds[kTiles][kTerms];
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) LoadGradient(tile, ds[tile]);
+    Products<L, false>(sums, ds, 0, {HalfRows(L::kV)});
+    const auto add_triangles = [&](auto tiles, int first_tile) {
+      AddTriangles<decltype(tiles)::value>(
+          sums, first_tile, kChunkTiles - 1, Triangles<Down, 1>{L::kRt, {HalfColumns(L::kQrb)}},
+          Triangles<Down, 1>{L::kAt, {HalfColumns(L::kM)}}, [&] {
+            if (const ChunkMarks marks = LoadMarks(); marks.starts != 0)
+              KeepTokens<kHalfFragments>(half * kHalfTokens, marks.LastStart(), kChunkTokens,
+                                         sums[0]);
+            AddWritten<kHalfFragments>(L::kKh, FirstTile(), sums[0], terms);
+          });
+    };
+    if (half == 0)
+      add_triangles(std::integral_constant<int, kChunkTiles>(), 0);
+    else
+      add_triangles(std::integral_constant<int, kHalfTiles>(), kHalfTiles);
+    AddReads(L::kKh, -1.0f, sums[0], terms);
+    HalfAccumulator keys;
+#pragma unroll
+    for (int fragment = 0; fragment < kHalfFragments; ++fragment)
+      Unpack(*KeptKeys(fragment), keys[fragment]);
+    float of_tokens[2 * kHalfFragments];
+#pragma unroll
+    for (int tile = 0; tile < kHalfTiles; ++tile) {
+      Left at[kTerms];
+      OwnChannels(L::kAt).Load(FirstTile() + tile, at);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int fragment = 2 * tile + i;
+        const float2 betas = BetasOf(tile, i);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          // At times `writes` is k'.
+          const float writes = Exp2(decays.writes[fragment][e]);
+          const float2 reads = ValuesOf(at, 2 * i + e / 2);
+          const float by_kh = sums[0][fragment][e] * writes;
+          const float of_beta = (e % 2 == 0 ? reads.x : reads.y) * writes * by_kh;
+          float& sum = of_tokens[2 * fragment + e % 2];
+          sum = e < 2 ? of_beta : sum + of_beta;
+          keys[fragment][e] += (e % 2 == 0 ? betas.x : betas.y) * by_kh;
+        }
+      }
+    }
+    const int i = ReduceScatter<4, 32>(of_tokens, Lane());
+    TokenSums(half, 4 * panel + warp)[i / 2 * 8 + 2 * (Lane() % 4) + i % 2] = of_tokens[0];
+    WriteHalf(keys, L::kV, call.dk);
+  }
+
+  // Stages a result of this panel and half where operands of no other half were, and writes it.
+  __device__ __forceinline__ void WriteHalf(const HalfAccumulator& sum, int staged,
+                                            void* out) const {
+    WaitForHalf();
+    OwnChannels(staged).template StoreSum<T>(FirstTile(), sum);
+    WaitForWarpgroup();
+    WriteRows<kHalfTokens>(OwnPanel(staged), half * kHalfTokens, out, KeySize());
+  }
+
   // dB and dK of this panel and half, and their terms of the decays.
   __device__ __forceinline__ void KeyGradients(const Decays& decays, Terms& terms) const {
     if (LoadMarks().starts == 0) AddWrittenOfState(half, terms);
@@ -903,11 +1127,12 @@ class ChunkGradients {
     Left ds[kTiles][kTerms];
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) LoadGradient(tile, ds[tile]);
-    ProductPair<L, false>(pair, ds, 0, HalfRows(L::kU), HalfRows(L::kV));
+    Products<L, false>(pair, ds, 0, {HalfRows(L::kU), HalfRows(L::kV)});
     const auto add_triangles = [&](auto tiles, int first_tile) {
       AddTriangles<decltype(tiles)::value>(
-          pair, first_tile, kChunkTiles - 1, {L::kRt, HalfColumns(L::kQrb), HalfColumns(L::kQrk)},
-          TrianglePair<Down>{L::kAt, HalfColumns(L::kM), HalfColumns(L::kAak)}, [&] {
+          pair, first_tile, kChunkTiles - 1,
+          Triangles<Down, 2>{L::kRt, {HalfColumns(L::kQrb), HalfColumns(L::kQrk)}},
+          Triangles<Down, 2>{L::kAt, {HalfColumns(L::kM), HalfColumns(L::kAak)}}, [&] {
             if (const ChunkMarks marks = LoadMarks(); marks.starts != 0)
               for (HalfAccumulator& sum : pair)
                 KeepTokens<kHalfFragments>(half * kHalfTokens, marks.LastStart(), kChunkTokens,
@@ -942,11 +1167,11 @@ class ChunkGradients {
     Left sp[kTiles][kTerms];
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) LoadStart(tile, sp[tile]);
-    ProductPair<L, false>(pair, sp, 0, HalfRows(L::kDy), HalfRows(L::kDz));
+    Products<L, false>(pair, sp, 0, {HalfRows(L::kDy), HalfRows(L::kDz)});
     const auto add_triangles = [&](auto tiles) {
       AddTriangles<decltype(tiles)::value>(
-          pair, 0, 0, {L::kBh, HalfRows(L::kQrb), HalfRows(L::kM)},
-          TrianglePair<Along>{L::kKh, HalfRows(L::kQrk), HalfRows(L::kAak)}, [&] {
+          pair, 0, 0, Triangles<Along, 2>{L::kBh, {HalfRows(L::kQrb), HalfRows(L::kM)}},
+          Triangles<Along, 2>{L::kKh, {HalfRows(L::kQrk), HalfRows(L::kAak)}}, [&] {
             if (const ChunkMarks marks = LoadMarks(); marks.starts != 0)
               for (HalfAccumulator& sum : pair)
                 KeepTokens<kHalfFragments>(half * kHalfTokens, 0, marks.FirstStart(), sum);
@@ -1142,6 +1367,7 @@ class ChunkGradients {
         if (part > 0) LaterReads(part)[Channel() + 8 * i] = part_reads[i];
       }
     __syncthreads();
+    if constexpr (kDelta) WriteBetaGradients();
     const auto all_written = [&](int channel) {
       float sum = Written(0)[channel] + Written(1)[channel];
 #pragma unroll
@@ -1157,22 +1383,25 @@ class ChunkGradients {
       for (int later = 1; later < L::kParts; ++later)
         total[i] += part < later ? LaterReads(later)[channel] : 0.0f;
     }
+    // The own read of a of the delta rule decays too, as a has that factor.
+    const auto with_slope = [&](int fragment, int e, float x) {
+      return kDelta ? x : terms.slope[fragment][e] * (x - terms.own_reads[fragment][e]);
+    };
     if (const ChunkMarks marks = LoadMarks(); (marks.starts | marks.absent) == 0) {
       ForEachElement<L::kPartFragments>([&](int fragment, int e) {
-        reads[fragment][e] = terms.slope[fragment][e] *
-                             (reads[fragment][e] - terms.own_reads[fragment][e] + total[e / 2]);
+        reads[fragment][e] = with_slope(fragment, e, reads[fragment][e] + total[e / 2]);
       });
     } else {
       ForEachElement<L::kPartFragments>([&](int fragment, int e) {
         const int token = part * L::kPartTokens + 8 * fragment + 2 * (Lane() % 4) + e % 2;
         const int end = marks.SegmentEnd(token);
         const int channel = Channel() + 8 * (e / 2);
-        float x = reads[fragment][e] - terms.own_reads[fragment][e];
+        float x = reads[fragment][e];
 #pragma unroll
         for (int later = 1; later < L::kParts; ++later)
           if (part < later && end > later * L::kPartTokens) x += LaterReads(later)[channel];
         if (end == kChunkTokens) x += all_written(channel);
-        reads[fragment][e] = marks.absent >> token & 1 ? 0.0f : terms.slope[fragment][e] * x;
+        reads[fragment][e] = marks.absent >> token & 1 ? 0.0f : with_slope(fragment, e, x);
       });
     }
     OwnChannels(L::kAt).template StoreSum<T>(FirstTile(), reads);
@@ -1181,6 +1410,17 @@ class ChunkGradients {
 #if RWKV_JAX_WARPGROUP_PRODUCTS
     if constexpr (kHasMaps) hopper::AwaitReads<0>();
 #endif
+  }
+
+  // dbeta, from TokenSums.
+  __device__ __forceinline__ void WriteBetaGradients() const {
+    const int row = threadIdx.x;
+    if (row >= kChunkTokens || row >= tokens) return;
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4 * L::kPanels; ++i)
+      sum += TokenSums(row / kHalfTokens, i)[row % kHalfTokens];
+    call.dbeta[TokenOf(row)] = LoadMarks().absent >> row & 1 ? 0.0f : sum;
   }
 
   // Lets L2 fetch what KeysGradients will read, of which it may still have k and the rate. Without this, nvcc
@@ -1271,6 +1511,31 @@ class ChunkGradients {
     const int64_t at = first + static_cast<int64_t>(row) * stride;
     return kFilled ? at : at * size;
   }
+  // The number of a token of this head in [B, T, H].
+  __device__ int64_t TokenOf(int row) const {
+    const int64_t at = first + static_cast<int64_t>(row) * stride;
+    return kFilled ? at / N : at;
+  }
+  // With kDelta: beta of the tokens that this lane has in fragment `fragment` of a tile of its part; what dk' has by
+  // At, in the order in which threads hold it; and what warp number `i` has of the sums over channels for each token of
+  // a half, in the place of the rows of that half of -dZ.
+  __device__ float2 BetasOf(int tile, int fragment) const {
+    const int token = 16 * (FirstTile() + tile) + 8 * fragment + 2 * (Lane() % 4);
+    return reinterpret_cast<const float2*>(memory + L::kBeta)[token / 2];
+  }
+  __device__ float4* KeptKeys(int fragment) const {
+    return reinterpret_cast<float4*>(memory + (fragment < 2 ? L::kBh : L::kU)) +
+           fragment % 2 * L::kThreads + threadIdx.x;
+  }
+  __device__ float* TokenSums(int of_half, int i) const {
+    return reinterpret_cast<float*>(memory + L::kDz + of_half * kHalfTokens * kRowBytes) +
+           i * kHalfTokens;
+  }
+  static __device__ void Negate(Accumulator<8>& sum) {
+    ForEachElement<8>([&](int fragment, int e) { sum[fragment][e] = -sum[fragment][e]; });
+  }
+  // Where U or W is.
+  static constexpr int kSolved = kDelta ? L::kV : L::kU;
   __device__ float* Sums() const { return reinterpret_cast<float*>(memory + L::kSums); }
   // Whether rows are copied as boxes.
   __device__ bool HasBoxes() const {
@@ -1342,11 +1607,12 @@ class ChunkGradients {
     return (fall < 127 ? 127 - fall : 0) * 0x00800080u;
   }
   // What the warpgroup of a part has of the sums of dS * S_L, and the sums of the reads of a part but the first, for
-  // all channels. With kFramed they have the place of some db of the half that have been written or, of floats, of
-  // dAab.
+  // all channels. With kFramed they have the place of some db or, of the delta rule, dq of the half that have been
+  // written or, of floats, of dAab.
   __device__ float* Written(int of_part) const {
     if constexpr (kFloat) return reinterpret_cast<float*>(memory + L::kM) + of_part * N;
-    return kFramed ? reinterpret_cast<float*>(memory + L::kU + of_part * kHalfTokens * kRowBytes)
+    return kFramed ? reinterpret_cast<float*>(memory + (kDelta ? L::kDy : L::kU) +
+                                              of_part * kHalfTokens * kRowBytes)
                    : Sums() + (1 + of_part) * N;
   }
   __device__ float* LaterReads(int of_part) const { return Written(L::kParts - 1) + of_part * N; }
@@ -1500,16 +1766,21 @@ class ChunkGradients {
   }
 
   // Writes kRows rows of a panel to global memory, to an array with heads of `size` channels, after all warps of
-  // this warpgroup have stored their channels there. Unless kWhole, the chunk is expected to have fewer.
-  template <int kRows, bool kWhole = true>
+  // this warpgroup have stored their channels there. Unless kWhole, the chunk is expected to have fewer. If
+  // kNegated, the panel has the negated numbers as bfloat16.
+  template <int kRows, bool kWhole = true, bool kNegated = false>
   __device__ __forceinline__ void WriteRows(uint32_t staged, int first_row, void* out,
                                             int size) const {
     const int begin = first_row + threadIdx.x % 128 / 8, piece = threadIdx.x % 8;
     const auto write = [&](int row, T* to) {
 #pragma unroll
-      for (int term = 0; term < kTerms; ++term)
-        *reinterpret_cast<uint4*>(to + ColumnOf(piece, term)) = *reinterpret_cast<const uint4*>(
+      for (int term = 0; term < kTerms; ++term) {
+        uint4 x = *reinterpret_cast<const uint4*>(
             memory + PieceAddress(staged - shared + term * L::kTermBytes, row, piece));
+        if constexpr (kNegated)
+          for (uint32_t* word : {&x.x, &x.y, &x.z, &x.w}) *word = FromBf16<T>(*word ^ 0x80008000u);
+        *reinterpret_cast<uint4*>(to + ColumnOf(piece, term)) = x;
+      }
     };
     const auto at = [&](int row) {
       return static_cast<T*>(out) + ElementOf(row, size) + kPanelCols * panel;
@@ -1559,29 +1830,30 @@ class ChunkGradients {
     write(second_staged, second_out);
   }
 
-  // The left operand of two products, by its offset, and their right operands.
-  template <typename Right>
-  struct TrianglePair {
+  // The left operand of one or two products, by its offset, and their right operands.
+  template <typename Right, int kSums>
+  struct Triangles {
     int left;
-    Right of_first, of_second;
+    Right of[kSums];
   };
+  struct NoTriangles {};
 
-  // pair += the products with triangles, over kTiles tiles of tokens from `first_tile` on; the
+  // sums += the products with triangles, over kTiles tiles of tokens from `first_tile` on; the
   // other tiles of a triangle are zero for this half. Before it brings the sums from their own frames to
   // `frame`, and `meanwhile` sees them so.
-  template <int kTiles, typename Right, typename Fn>
-  __device__ __forceinline__ void AddTriangles(HalfAccumulator (&pair)[2], int first_tile,
-                                               int frame, const TrianglePair<Right>& triangles,
-                                               const TrianglePair<Right>& next,
-                                               Fn&& meanwhile) const {
+  template <int kTiles, int kSums, typename Right, typename Next, typename Fn>
+  __device__ __forceinline__ void AddTriangles(HalfAccumulator (&sums)[kSums], int first_tile,
+                                               int frame, const Triangles<Right, kSums>& triangles,
+                                               const Next& next, Fn&& meanwhile) const {
+    constexpr bool kNext = !std::is_same_v<Next, NoTriangles>;
     if (kFramed && frames == Frames::kTiles) {
-      Finish(pair[0], pair[1]);
+      FinishAll(sums);
 #pragma unroll
       for (int own_tile = 0; own_tile < kHalfTiles; ++own_tile)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const float factor = Bf16::Low(OwnFactors(i, FirstTile() + own_tile, frame));
-          for (HalfAccumulator& sum : pair)
+          for (HalfAccumulator& sum : sums)
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
               float& x = sum[2 * own_tile + j / 2][2 * i + j % 2];
@@ -1593,21 +1865,23 @@ class ChunkGradients {
       for (int tile = first_tile; tile < first_tile + kTiles; ++tile) {
         Left left[2][1][kTerms];
         LoadTransposedPanel<L>(OwnPanel(triangles.left), warp, tile, left[0]);
-        LoadTransposedPanel<L>(OwnPanel(next.left), warp, tile, left[1]);
+        if constexpr (kNext) LoadTransposedPanel<L>(OwnPanel(next.left), warp, tile, left[1]);
 #pragma unroll
         for (int own_tile = 0; own_tile < kHalfTiles; ++own_tile) {
           uint32_t factors[2];
 #pragma unroll
           for (int i = 0; i < 2; ++i) factors[i] = OwnFactors(i, tile, FirstTile() + own_tile);
-          const auto add = [&](const Left(&plain)[kTerms], const TrianglePair<Right>& of) {
+          const auto add = [&](const Left(&plain)[kTerms],
+                               const Triangles<Right, kSums>& triangles) {
             Left scaled[kTerms];
 #pragma unroll
             for (int j = 0; j < 4; ++j) scaled[0][j] = MultiplyTwice(plain[0][j], factors[j % 2]);
-            AddFrameProduct<L>(pair[0], own_tile, scaled, of.of_first.Tile(tile));
-            AddFrameProduct<L>(pair[1], own_tile, scaled, of.of_second.Tile(tile));
+#pragma unroll
+            for (int j = 0; j < kSums; ++j)
+              AddFrameProduct<L>(sums[j], own_tile, scaled, triangles.of[j].Tile(tile));
           };
           add(left[0][0], triangles);
-          add(left[1][0], next);
+          if constexpr (kNext) add(left[1][0], next);
         }
       }
       return;
@@ -1631,13 +1905,13 @@ class ChunkGradients {
     };
     Left left[kTiles][kTerms], next_left[kTiles][kTerms];
     load(triangles.left, left);
-    Finish(pair[0], pair[1]);
+    FinishAll(sums);
     if (scales)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         // 0 only where what is left of a state is below 2^-124 of it.
         const float root = Bf16::Low(factors[i]), factor = root * root;
-        for (HalfAccumulator& sum : pair)
+        for (HalfAccumulator& sum : sums)
 #pragma unroll
           for (int fragment = 0; fragment < kHalfFragments; ++fragment)
 #pragma unroll
@@ -1645,10 +1919,18 @@ class ChunkGradients {
       }
     meanwhile();
     // A left operand is loaded while the products before it run.
-    ProductPair<L, true>(pair, left, first_tile, triangles.of_first, triangles.of_second);
-    load(next.left, next_left);
-    ProductPair<L, true>(pair, next_left, first_tile, next.of_first, next.of_second);
-    Finish(pair[0], pair[1]);
+    Products<L, true>(sums, left, first_tile, triangles.of);
+    if constexpr (kNext) {
+      load(next.left, next_left);
+      Products<L, true>(sums, next_left, first_tile, next.of);
+    }
+    FinishAll(sums);
+  }
+  template <int kSums>
+  static __device__ void FinishAll(HalfAccumulator (&sums)[kSums]) {
+    WaitForProducts<0>();
+#pragma unroll
+    for (HalfAccumulator& sum : sums) Settle(sum);
   }
 
   // Starts sum = left right over all channels, whose columns are the tokens of the chunk. Of tiles it brings them
@@ -1911,7 +2193,7 @@ __device__ __forceinline__ void RunPhases(const Call& call, const typename Gradi
                                           const uint4* state_gradients, uint32_t* steep) {
   RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
   Gradients gradients(call, maps, state_gradients, memory);
-  if (!gradients.Find()) return;
+  if (!gradients.Find(blockIdx.x)) return;
 
   typename Gradients::StatePieces state;
   gradients.LoadChunk(state);
@@ -1923,6 +2205,7 @@ __device__ __forceinline__ void RunPhases(const Call& call, const typename Gradi
   gradients.ScaleOperands(decays);
   gradients.ScaleState(state);
   gradients.WaitForChunk();
+  if constexpr (Gradients::kDelta) gradients.FetchLaterChunk();
   gradients.RoundValues();
   PublishOperands();
   __syncthreads();
@@ -1944,17 +2227,28 @@ __device__ __forceinline__ void RunPhases(const Call& call, const typename Gradi
     else
       gradients.UGradients(du);
     __syncthreads();
+    constexpr bool kDelta = Gradients::kDelta;
     if (gradients.HasValues()) {
       gradients.Values();
-      gradients.TriangleGradients();
+      if constexpr (kDelta)
+        gradients.DeltaTriangleGradients();
+      else
+        gradients.TriangleGradients();
       PublishOperands();
+    } else if constexpr (kDelta) {
+      gradients.DeltaValueGradients(du);
     } else {
       gradients.ValueGradients(du);
     }
     __syncthreads();
-    gradients.KeyGradients(decays, terms);
-    if constexpr (Gradients::kKeyed) gradients.FetchKeys();
-    gradients.QueryGradients(decays, terms);
+    if constexpr (kDelta) {
+      gradients.DeltaQueryGradients(decays, terms);
+      gradients.DeltaKeyGradients(decays, terms);
+    } else {
+      gradients.KeyGradients(decays, terms);
+      if constexpr (Gradients::kKeyed) gradients.FetchKeys();
+      gradients.QueryGradients(decays, terms);
+    }
   }
   gradients.DecayGradient(terms);
   if constexpr (Gradients::kKeyed) gradients.KeysGradients();
@@ -1964,10 +2258,13 @@ __device__ __forceinline__ void RunPhases(const Call& call, const typename Gradi
 template <typename T, int N>
 constexpr int kBlocksPerMultiprocessor = kAmpleSharedMemory && N == 64 && kTermsOf<T> == 1 ? 2 : 1;
 
+template <typename T, int N, bool kAmple, typename Call>
+using LayoutOf = GradientLayout<T, N, kAmple, std::is_same_v<Call, Wkv7DeltaBackwardCall>>;
+
 template <typename T, int N, bool kMarked, bool kFramed, bool kAmple, typename Call,
           typename Maps = RowMapsOf<T, kMarked, kFramed, kAmple, Call>>
 __global__ __launch_bounds__(
-    (GradientLayout<T, N, kAmple>::kThreads),
+    (LayoutOf<T, N, kAmple, Call>::kThreads),
     (kBlocksPerMultiprocessor<T, N>)) void GradientKernel(const __grid_constant__ Call call,
                                                           const __grid_constant__ Maps maps,
                                                           const uint4* state_gradients,
@@ -2016,10 +2313,11 @@ cudaError_t LaunchGradients(cudaStream_t stream, const Call& call, const Device&
   const int64_t rows = call.sequences.Given() ? 1 : call.dims.batch;
   const int64_t blocks = rows * call.dims.saved * call.dims.heads;
   constexpr bool kKeyed = std::is_same_v<Call, Wkv7KeyedBackwardCall>;
+  constexpr bool kDelta = std::is_same_v<Call, Wkv7DeltaBackwardCall>;
   const auto launch_of = [&](auto zero, auto size, auto marked, auto framed) {
     using T = decltype(zero);
     const auto launch = [&](auto ample) {
-      using L = GradientLayout<T, size(), ample()>;
+      using L = LayoutOf<T, size(), ample(), Call>;
       RowMapsOf<T, marked(), framed(), ample(), Call> maps;
       MakeRowMaps(maps, call, gradients, blocks);
       return Launch(GradientKernel<T, size(), marked(), framed(), ample(), Call>, blocks,
@@ -2028,9 +2326,9 @@ cudaError_t LaunchGradients(cudaStream_t stream, const Call& call, const Device&
     if constexpr (kTermsOf<T> > 1)
       return launch(std::true_type());
     else
-      return ForSharedMemory<GradientLayout<T, size(), true>::kBytes>(device, launch);
+      return ForSharedMemory<LayoutOf<T, size(), true, Call>::kBytes>(device, launch);
   };
-  if constexpr (!kKeyed)
+  if constexpr (!kKeyed && !kDelta)
     if (call.dtype == Dtype::kF32)
       return ForHeadSize<64>(call.dims.head_size, 0.0f, [&](auto zero, auto size) {
         return launch_of(zero, size, std::true_type(), std::true_type());
@@ -2045,9 +2343,13 @@ cudaError_t LaunchGradients(cudaStream_t stream, const Call& call, const Device&
       return FillsMatrixHead(call.dims) ? ForMarks(call.marks, of_marks)
                                         : of_marks(std::true_type());
     };
-    if constexpr (!kKeyed)
-      if (steep != nullptr) return for_marks(std::true_type());
-    return for_marks(std::false_type());
+    if constexpr (kDelta) {
+      return for_marks(std::true_type());
+    } else {
+      if constexpr (!kKeyed)
+        if (steep != nullptr) return for_marks(std::true_type());
+      return for_marks(std::false_type());
+    }
   });
 }
 
@@ -2055,9 +2357,9 @@ cudaError_t LaunchGradients(cudaStream_t stream, const Call& call, const Device&
 
 int64_t Wkv7GradientSharedMemory(Dtype dtype, int64_t head_size) {
   using Half = __nv_bfloat16;  // float16 takes as much
-  if (dtype == Dtype::kF32) return GradientLayout<float, 64, true>::kBytes;
-  return head_size == 64 ? GradientLayout<Half, 64, false>::kBytes
-                         : GradientLayout<Half, 128, false>::kBytes;
+  if (dtype == Dtype::kF32) return GradientLayout<float, 64, true, false>::kBytes;
+  return head_size == 64 ? GradientLayout<Half, 64, false, false>::kBytes
+                         : GradientLayout<Half, 128, false, false>::kBytes;
 }
 
 cudaError_t Wkv7Gradients(cudaStream_t stream, const Wkv7BackwardCall& call, const Device& device,
@@ -2068,6 +2370,12 @@ cudaError_t Wkv7Gradients(cudaStream_t stream, const Wkv7BackwardCall& call, con
 cudaError_t Wkv7Gradients(cudaStream_t stream, const Wkv7KeyedBackwardCall& call,
                           const Device& device, const uint4* gradients) {
   return LaunchGradients<64>(stream, call, device, gradients, nullptr);
+}
+
+cudaError_t Wkv7Gradients(cudaStream_t stream, const Wkv7DeltaBackwardCall& call,
+                          const Device& device, const uint4* gradients, uint32_t* steep) {
+  if (call.head_decay) return Wkv7HeadDecayGradients(stream, call, gradients);
+  return LaunchGradients<64, 128>(stream, call, device, gradients, steep);
 }
 
 }  // namespace rwkv_jax::cuda

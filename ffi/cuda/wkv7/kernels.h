@@ -20,6 +20,10 @@ cudaError_t Run(cudaStream_t stream, const Wkv7KeyedForwardCall& call, const Pla
                 float* scratch);
 cudaError_t Run(cudaStream_t stream, const Wkv7KeyedBackwardCall& call, const Plan& plan,
                 float* scratch);
+cudaError_t Run(cudaStream_t stream, const Wkv7DeltaForwardCall& call, const Plan& plan,
+                float* scratch);
+cudaError_t Run(cudaStream_t stream, const Wkv7DeltaBackwardCall& call, const Plan& plan,
+                float* scratch);
 
 // What the tokens of a head do to a state, and, of the backward pass, dinitial_state alone, which needs
 // neither k nor v nor the saved states. Both are computed on matrix units.
@@ -48,6 +52,9 @@ cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call, cons
 cudaError_t Wkv7SteepChunks(cudaStream_t stream, const Wkv7BackwardCall& call, const Device& device,
                             const ReplayScratch& scratch, const uint4* gradients,
                             const uint32_t* steep);
+cudaError_t Wkv7SteepChunks(cudaStream_t stream, const Wkv7DeltaBackwardCall& call,
+                            const Device& device, const ReplayScratch& scratch,
+                            const uint4* gradients, const uint32_t* steep);
 
 // --- Kernels on matrix units (scan.cu, gradients.cu): any decay; 16-bit dtypes, K and V in multiples of kHeadPiece up
 // to 128, saved states in bfloat16; in calls that are not keyed also float32, K and V of 64, saved states in float32.
@@ -78,12 +85,16 @@ cudaError_t Wkv7Scan(cudaStream_t stream, const Wkv7ForwardCall& call, const Dev
                      const Splits& splits);
 cudaError_t Wkv7Scan(cudaStream_t stream, const Wkv7KeyedForwardCall& call, const Device& device,
                      const Splits& splits);
+cudaError_t Wkv7Scan(cudaStream_t stream, const Wkv7DeltaForwardCall& call, const Device& device,
+                     const Splits& splits);
 
 // Leaves the gradients of the states at the ends of chunks, [B, N, H, V, K] in the dtype of saved states with
 // MatrixHeadSize for V and K.
 cudaError_t Wkv7ReverseScan(cudaStream_t stream, const Wkv7BackwardCall& call, const Device& device,
                             const Splits& splits, uint4* gradients);
 cudaError_t Wkv7ReverseScan(cudaStream_t stream, const Wkv7KeyedBackwardCall& call,
+                            const Device& device, const Splits& splits, uint4* gradients);
+cudaError_t Wkv7ReverseScan(cudaStream_t stream, const Wkv7DeltaBackwardCall& call,
                             const Device& device, const Splits& splits, uint4* gradients);
 
 // All gradients but dinitial_state, from what the reverse scan has left. A chunk is steep if it decays too
@@ -94,5 +105,10 @@ cudaError_t Wkv7Gradients(cudaStream_t stream, const Wkv7BackwardCall& call, con
 
 cudaError_t Wkv7Gradients(cudaStream_t stream, const Wkv7KeyedBackwardCall& call,
                           const Device& device, const uint4* gradients);
+cudaError_t Wkv7Gradients(cudaStream_t stream, const Wkv7DeltaBackwardCall& call,
+                          const Device& device, const uint4* gradients, uint32_t* steep);
+// The same of a call with decays of heads (head_decay_gradients.cu), of which no chunk is steep.
+cudaError_t Wkv7HeadDecayGradients(cudaStream_t stream, const Wkv7DeltaBackwardCall& call,
+                                   const uint4* gradients);
 
 }  // namespace rwkv_jax::cuda

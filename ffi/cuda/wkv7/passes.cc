@@ -10,13 +10,16 @@ cudaError_t Run(cudaStream_t stream, const Wkv7ForwardCall& call, const Plan& pl
   return Wkv7Scan(stream, call, plan.device, plan.SplitsIn(scratch));
 }
 
-cudaError_t Run(cudaStream_t stream, const Wkv7BackwardCall& call, const Plan& plan,
-                float* scratch) {
-  if (!plan.matrix_units)
-    return Wkv7Backward(stream, call, plan.device, plan.Replay(scratch, plan.splits));
+// Whether a chunk may be steep.
+bool HasSteepChunks(const Wkv7BackwardCall& call) { return call.decay != Decay::kSigmoid; }
+bool HasSteepChunks(const Wkv7DeltaBackwardCall& call) { return !call.head_decay; }
+
+// The backward pass on matrix units, of WKV7 or a form of it, with any decay.
+template <typename Call>
+cudaError_t RunBackward(cudaStream_t stream, const Call& call, const Plan& plan, float* scratch) {
   uint4* const gradients = reinterpret_cast<uint4*>(scratch + plan.gradients);
   uint32_t* const steep =
-      call.decay == Decay::kSigmoid ? nullptr : reinterpret_cast<uint32_t*>(scratch + plan.steep);
+      HasSteepChunks(call) ? reinterpret_cast<uint32_t*>(scratch + plan.steep) : nullptr;
   cudaError_t error = Wkv7ReverseScan(stream, call, plan.device, plan.SplitsIn(scratch), gradients);
   if (error == cudaSuccess && steep != nullptr)
     error = cudaMemsetAsync(steep, 0, sizeof(*steep), stream);
@@ -24,6 +27,23 @@ cudaError_t Run(cudaStream_t stream, const Wkv7BackwardCall& call, const Plan& p
   if (error == cudaSuccess && steep != nullptr)
     error = Wkv7SteepChunks(stream, call, plan.device, plan.Replay(scratch, 1), gradients, steep);
   return error;
+}
+
+cudaError_t Run(cudaStream_t stream, const Wkv7BackwardCall& call, const Plan& plan,
+                float* scratch) {
+  return plan.matrix_units
+             ? RunBackward(stream, call, plan, scratch)
+             : Wkv7Backward(stream, call, plan.device, plan.Replay(scratch, plan.splits));
+}
+
+cudaError_t Run(cudaStream_t stream, const Wkv7DeltaForwardCall& call, const Plan& plan,
+                float* scratch) {
+  return Wkv7Scan(stream, call, plan.device, plan.SplitsIn(scratch));
+}
+
+cudaError_t Run(cudaStream_t stream, const Wkv7DeltaBackwardCall& call, const Plan& plan,
+                float* scratch) {
+  return RunBackward(stream, call, plan, scratch);
 }
 
 cudaError_t Run(cudaStream_t stream, const Wkv7KeyedForwardCall& call, const Plan& plan,

@@ -384,6 +384,64 @@ __device__ void FetchTokens(Loader& loader, const T* const* vectors, int64_t fir
     loader.Fetch(vectors, first, stride, count);
 }
 
+// What a call of the delta rule has besides, [B, T, H] but the scale.
+struct DeltaOperands {
+  const float *scale, *beta;
+  float* dbeta;
+};
+struct NoOperands {};
+
+// Makes in shared memory the vectors of `count` tokens from those that a TokenLoader has stored, which are k' in the
+// place of k, a and b, and, if kReads, q in that of r. `first` and `stride` count heads.
+template <typename G, bool kReads>
+__device__ void MakeVectors(const DeltaOperands& delta, float* tokens, int64_t first,
+                            int64_t stride, int count, TileMarks<true> marks) {
+  __syncthreads();
+  for (int i = threadIdx.x; i < kReplayTokens * G::N; i += G::kThreads) {
+    const int t = i / G::N;
+    if (t >= count || marks.Absent(t)) continue;
+    const auto element = [&](Vector vector) -> float& {
+      return tokens[vector * kReplayTokens * G::N + i];
+    };
+    const float key = element(kK), beta = delta.beta[first + t * stride];
+    element(kK) = beta * key, element(kA) = element(kW) * key, element(kB) = -beta * key;
+    if constexpr (kReads) element(kR) *= *delta.scale;
+  }
+}
+
+// WriteColumnSums of the gradients of the inputs of the delta rule; a token in each warp. `decays` has the factors
+// of the tokens.
+template <typename T, typename G, int kTokens>
+__device__ void WriteDeltaSums(const float (&sums)[kTokens][G::kWarps][kColumnSums][G::N],
+                               const DeltaOperands& delta, const T* keys, const float* decays,
+                               int count, TileMarks<true> marks, int64_t first, int64_t stride,
+                               const Gradients<T>& out, int key_size, Dtype dtype) {
+  const int t = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (t >= count || t >= kTokens) return;
+  const bool absent = marks.Absent(t);
+  const int64_t token = first + t * stride;
+  const float beta = absent ? 0.0f : delta.beta[token], scale = *delta.scale;
+  float dbeta[1] = {};
+  for (int col = lane; col < key_size; col += 32) {
+    float of[kColumnSums] = {};
+#pragma unroll
+    for (int which = 0; which < kColumnSums; ++which)
+#pragma unroll
+      for (int warp = 0; warp < G::kWarps; ++warp) of[which] += sums[t][warp][which][col];
+    const int64_t at = token * key_size + col;
+    const float key = absent ? 0.0f : ToFloat(keys[at], dtype),
+                a = decays[t * G::N + col] * of[kDa];
+    const float written = of[kDk] - of[kDb];
+    dbeta[0] += key * written;
+    const auto write = [&](T* to, float x) { to[at] = FromFloat<T>(absent ? 0.0f : x, dtype); };
+    write(out.columns[kDr], scale * of[kDr]);
+    write(out.columns[kDk], beta * written + a);
+    write(out.columns[kDw], of[kDw] + key * a);
+  }
+  AllReduce<1, 32>(dbeta);
+  if (lane == 0) delta.dbeta[token] = absent ? 0.0f : dbeta[0];
+}
+
 // The element type of those gradients.
 template <typename T>
 using SteepState = std::conditional_t<std::is_same_v<T, float>, float, __nv_bfloat16>;
@@ -399,7 +457,7 @@ using SteepState = std::conditional_t<std::is_same_v<T, float>, float, __nv_bflo
 // through all quads before, and the gradient of the state is taken backwards through all quads after. As a rule
 // there are few steep chunks. Then all time is latency, most of it that of loading instructions, so loops over
 // tokens are not unrolled.
-template <typename T, int N, bool kMarked, bool kSteep>
+template <typename T, int N, bool kMarked, bool kSteep, typename Form>
 __global__ __launch_bounds__(
     BackwardPartition<N>::kThreads,
     (kBackwardBlocks<N>)) void BackwardKernel(const __grid_constant__ Vectors<T> inputs,
@@ -407,7 +465,7 @@ __global__ __launch_bounds__(
                                               Decay decay, Marks marks, Sequences sequences,
                                               SavedStates states, const float* dfinal_state,
                                               const __grid_constant__ Gradients<T> out, bool keeps,
-                                              ReplayLot lot, SteepChunks steep) {
+                                              ReplayLot lot, SteepChunks steep, Form form) {
   using G = BackwardPartition<N>;
   static_assert(kReplayTokens * N <= 4 * G::kThreads);
   static_assert(kReplayTokens == 4, "S_0, S_1 and S_2 are kept or reloaded, S_3 is in registers");
@@ -416,6 +474,7 @@ __global__ __launch_bounds__(
   constexpr bool kLarge = Shared::kLarge;
   // Whether K and V may be below N.
   constexpr bool kPart = kSteep && !std::is_same_v<T, float>;
+  constexpr bool kDelta = std::is_same_v<Form, DeltaOperands>;
   static_assert(!kSteep || kMarked,
                 "steep chunks are rare: one kernel does for calls with marks and without");
   auto& shared = *reinterpret_cast<Shared*>(memory);
@@ -509,9 +568,13 @@ __global__ __launch_bounds__(
                 StoreRows(partition, chunk_sa + (quad * kReplayTokens + first + t) * N, sa[t]);
           }
         }
-        if (more)
+        if (more) {
           replay_loader.template Store<false>(shared.tokens[(quad + 1) % 2], nullptr,
                                               count_of(quad + 1), next_own, decay, dtype);
+          if constexpr (kDelta)
+            MakeVectors<G, false>(form, shared.tokens[(quad + 1) % 2], token_of(quad + 1), stride,
+                                  count_of(quad + 1), next_own);
+        }
         __syncthreads();
       }
 
@@ -530,8 +593,21 @@ __global__ __launch_bounds__(
       const auto store = [&](int quad) {
         loader.template Store<true>(shared.tokens[quad % 2], shared.slope[quad % 2], count_of(quad),
                                     next_own, decay, dtype);
+        if constexpr (kDelta)
+          MakeVectors<G, true>(form, shared.tokens[quad % 2], token_of(quad), stride,
+                               count_of(quad), next_own);
         if (has_sa(quad))
           *reinterpret_cast<float4*>(&shared.sa[quad % 2][4 * threadIdx.x]) = sa_piece;
+      };
+      // The gradients of `count` tokens of a quad from token `t` on.
+      const auto write_sums = [&](int quad, int t, int count) {
+        const int64_t first = token_of(quad) + t * stride;
+        if constexpr (kDelta)
+          WriteDeltaSums<T, G>(shared.sums, form, inputs.x[kK], shared.tokens[quad % 2] + t * N,
+                               count, own.From(t), first, stride, out, steep.keys, dtype);
+        else
+          WriteColumnSums<T, G, kPart>(shared.sums, count, own.From(t), first, stride, out,
+                                       steep.keys, dtype);
       };
       Fragment<G> s_next;
       for (int quad = quads; quad >= first_quad; --quad) {
@@ -573,8 +649,7 @@ __global__ __launch_bounds__(
                 steep.values, dtype);
             if constexpr (kLarge) {
               __syncthreads();
-              WriteColumnSums<T, G, kPart>(shared.sums, t < count, own.From(t), token(t), stride,
-                                           out, steep.keys, dtype);
+              write_sums(quad, t, t < count);
               __syncthreads();
             }
           }
@@ -590,9 +665,7 @@ __global__ __launch_bounds__(
         if (more) store(quad - 1);
         __syncthreads();
         if constexpr (!kLarge)
-          if (in_share)
-            WriteColumnSums<T, G, kPart>(shared.sums, count, own, token_of(quad), stride, out,
-                                         steep.keys, dtype);
+          if (in_share) write_sums(quad, 0, count);
       }
     }
     if ((kSteep ? first_chunk : split) == 0 && first_quad == 0) {
@@ -603,13 +676,15 @@ __global__ __launch_bounds__(
         StoreState(partition, out.initial_state + head.State(), ds);
     }
     if constexpr (!kSteep) break;
+    if constexpr (kDelta) __syncthreads();  // until the decays of the last quad have been read
   }
 }
 
 // Launches the kernel of the backward pass, for a lot of heads or for steep chunks.
-template <typename T, int N, bool kMarked, bool kSteep>
+template <typename T, int N, bool kMarked, bool kSteep, typename Form = NoOperands>
 cudaError_t LaunchBackward(cudaStream_t stream, const Wkv7BackwardCall& call, const Device& device,
-                           const ReplayLot& lot, int64_t blocks, const SteepChunks& steep) {
+                           const ReplayLot& lot, int64_t blocks, const SteepChunks& steep,
+                           const Form& form = {}) {
   const Gradients<T> gradients{
       {static_cast<T*>(call.dr), static_cast<T*>(call.dw), static_cast<T*>(call.dk),
        static_cast<T*>(call.da), static_cast<T*>(call.db)},
@@ -618,11 +693,26 @@ cudaError_t LaunchBackward(cudaStream_t stream, const Wkv7BackwardCall& call, co
   using Shared = BackwardShared<BackwardPartition<N>>;
   static_assert(Shared::kLarge || sizeof(Shared) <= kLeastSharedMemory);
   const bool keeps = static_cast<int64_t>(sizeof(Shared)) <= device.shared_memory;
-  return Launch(BackwardKernel<T, N, kMarked, kSteep>, blocks, BackwardPartition<N>::kThreads,
+  return Launch(BackwardKernel<T, N, kMarked, kSteep, Form>, blocks, BackwardPartition<N>::kThreads,
                 sizeof(Shared) - (keeps ? 0 : sizeof(Shared::kept)), stream,
                 Vectors<T>(call.w, call.k, call.v, call.a, call.b, call.r, call.dy),
                 call.dims.tokens, call.dims.heads, call.dtype, call.decay, call.marks,
-                call.sequences, StatesOf(call), call.dfinal_state, gradients, keeps, lot, steep);
+                call.sequences, StatesOf(call), call.dfinal_state, gradients, keeps, lot, steep,
+                form);
+}
+
+// Launches it for steep chunks.
+template <typename T, int N, typename Form>
+cudaError_t LaunchSteep(cudaStream_t stream, const Wkv7BackwardCall& call, const Device& device,
+                        const ReplayScratch& scratch, const uint4* gradients, const uint32_t* steep,
+                        const Form& form) {
+  if (scratch.heads == 0) return cudaSuccess;
+  const int64_t resident = kBackwardBlocks<N> * device.multiprocessors;
+  return LaunchBackward<T, N, true, true>(stream, call, device, {0, scratch},
+                                          std::min(resident, scratch.heads),
+                                          {steep, gradients, static_cast<int>(call.dims.head_size),
+                                           static_cast<int>(call.dims.value_size)},
+                                          form);
 }
 
 }  // namespace
@@ -677,16 +767,23 @@ cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call, cons
 cudaError_t Wkv7SteepChunks(cudaStream_t stream, const Wkv7BackwardCall& call, const Device& device,
                             const ReplayScratch& scratch, const uint4* gradients,
                             const uint32_t* steep) {
-  if (scratch.heads == 0) return cudaSuccess;
   const auto launch = [&](auto zero, auto size) {
-    const int64_t resident = kBackwardBlocks<size()> * device.multiprocessors;
-    return LaunchBackward<decltype(zero), size(), true, true>(
-        stream, call, device, {0, scratch}, std::min(resident, scratch.heads),
-        {steep, gradients, static_cast<int>(call.dims.head_size),
-         static_cast<int>(call.dims.value_size)});
+    return LaunchSteep<decltype(zero), size()>(stream, call, device, scratch, gradients, steep,
+                                               NoOperands());
   };
   if (call.dtype == Dtype::kF32) return ForHeadSize<64>(call.dims.head_size, 0.0f, launch);
   return ForHeadSize<64, 128>(MatrixHeadSize(call.dims), AnyHalf(), launch);
+}
+
+cudaError_t Wkv7SteepChunks(cudaStream_t stream, const Wkv7DeltaBackwardCall& call,
+                            const Device& device, const ReplayScratch& scratch,
+                            const uint4* gradients, const uint32_t* steep) {
+  Wkv7BackwardCall made = call;
+  made.a = made.b = call.k;
+  return ForHeadSize<64, 128>(MatrixHeadSize(call.dims), AnyHalf(), [&](auto zero, auto size) {
+    return LaunchSteep<decltype(zero), size()>(stream, made, device, scratch, gradients, steep,
+                                               DeltaOperands{call.scale, call.beta, call.dbeta});
+  });
 }
 
 }  // namespace rwkv_jax::cuda

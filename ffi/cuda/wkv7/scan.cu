@@ -59,6 +59,26 @@
 //
 // In a keyed call ScaleOperands first makes k, a and b, as wkv7_keys does (layers/wkv7_keys.cu), from the
 // projected k and the rate, which are copied to two of their three places.
+//
+// In a call of the delta rule (k = beta k', a = exp(g) k', b = -beta k') At is K' exp(G), and Bh is -Kh. So
+// U and v are written with the same keys, and with W = U + V and one triangle of products fewer a tile is
+//
+//   M = (I + tril_strict(At Kh^T))^-1      W = M (V - At S^T)
+//   Y = scale (Rt S^T + tril(Rt Kh^T) W)   S <- S + W^T Kh
+//
+// In reverse the three arrays At = -beta K' exp(G'), Bh = K' exp(-G') and Kh = scale Q exp(-G') differ, but are
+// made from two.
+//
+// A far tile of such a call advances the state at once. In its far channels G is counted from the start of the
+// tile for what reads S, and from the end of the tile for what is written, and S is multiplied by exp(G) of the
+// whole tile after it has been read: no factor is above 1. Products of two tokens of these operands would have
+// other factors, so the warps that scale far channels multiply their tokens too (MultiplyFarTokens), and
+// TokenProducts adds up what these warps have, always in the same order.
+//
+// Where such a call has one decay for a head, its exponentials are factors of tokens. They multiply rows and
+// columns of sums instead of operands: those of the products of two tokens, exp(G_t - G_s), those of At S^T and
+// Rt S^T, and those of W and V before they are written. So no operand is scaled and no decay is too far, and S
+// is multiplied by the decays of several tiles at once (OwedDecay).
 #include <algorithm>
 #include <utility>
 
@@ -76,7 +96,8 @@ namespace {
 
 // A call with the operands by their role in the recurrence: a and r read from the rows of the state,
 // b and k are written to them. A keyed call has the projected k and the rate in their places: forwards k is
-// the former and b the latter, and there is no a; in reverse b is the former and a the latter.
+// the former and b the latter, and there is no a; in reverse b is the former and a the latter. A call of the
+// delta rule has k' as a and q as r, or in reverse as k, and no others.
 struct Scan : Wkv7Call {
   const float* start;
   float* end;
@@ -89,6 +110,7 @@ struct Scan : Wkv7Call {
   float* factor;
   // Of a keyed call: the parameters of wkv7_keys and 1 / max(|u|, eps) of its formulas.
   const float *parameters, *inverse;
+  const float *scale, *beta;  // of a call of the delta rule
 };
 
 // How the warpgroups of a block share the work on a tile.
@@ -120,14 +142,38 @@ enum class Kind {
   kBounded,    // decays have a bound: frames of a chunk
   kUnbounded,  // they have none, or are of floats: frames of a tile or less
   kKeyed,      // a keyed call, with a bound
+  kDelta,      // the delta rule, with frames as kUnbounded
+  kHeadDelta,  // the delta rule with decays of heads, without frames
+};
+
+// What the tokens of a tile are multiplied by where decays are of heads.
+struct alignas(8) TokenFactors {  // pairs of them are read at once
+  // g and beta are copied to their places; `log` then is G, or in reverse G', to base 2.
+  float log[kTileTokens], beta[kTileTokens];
+  // Of the sums that have read S and of what is written to it, each up to the scale of the delta rule.
+  float read[kTileTokens], write[kTileTokens];
+  float state;  // of S
+};
+
+// The elements of a lower triangular Accumulator<2> of each lane, but for those that are 0.
+struct FarSum {
+  float2 pairs[3][32];
 };
 
 // `kAmple`: a block may have shared memory for long rings.
-template <typename T, int N, bool kOutput, Work kWork, Kind kKind, bool kAmple = true>
+template <typename T, int N, bool kReverse, bool kOutput, Work kWork, Kind kKind,
+          bool kAmple = true>
 struct ScanLayout {
   static constexpr int kTerms = kTermsOf<T>;
   static_assert(kTerms == 1 || kKind == Kind::kUnbounded);
-  static constexpr bool kKeyed = kKind == Kind::kKeyed, kUnbounded = kKind == Kind::kUnbounded;
+  static constexpr bool kKeyed = kKind == Kind::kKeyed, kHeadDecay = kKind == Kind::kHeadDelta;
+  static constexpr bool kDelta = kKind == Kind::kDelta || kHeadDecay;
+  static constexpr bool kUnbounded = kKind == Kind::kUnbounded || kKind == Kind::kDelta;
+  // Whether W is written in place of U and V.
+  static constexpr bool kJoined = kDelta && !kReverse;
+  // Whether a far tile advances the state at once, and how many products of its tokens there are then.
+  static constexpr bool kFarAtOnce = kKind == Kind::kDelta;
+  static constexpr int kFarProducts = kOutput || kReverse ? 2 : 1;
   static constexpr int kPanels = N / kPanelCols;
   static constexpr bool kSpecialized = kWork == Work::kSpecialized;
   static constexpr bool kTransition = kWork == Work::kTransition;
@@ -137,6 +183,10 @@ struct ScanLayout {
   static constexpr int kThreads = kStateThreads * (kTransition ? 2 : 1) + 128 * kHelpers;
   // On a multiprocessor.
   static constexpr int kBlocks = kThreads > 256 || (kTransition && kTerms > 1) ? 1 : 512 / kThreads;
+  // Whether each warpgroup with a state has registers of another one.
+  static constexpr bool kSharesRegisters =
+      RWKV_JAX_WARPGROUP_PRODUCTS && kHelpers == kPanels && (kWork == Work::kTogether || kDelta);
+  static_assert(!kSharesRegisters || kThreads * kBlocks == 512);
   static constexpr int kPanelBytes = kTileTokens * kRowBytes;
   static constexpr int kPanelsBytes = kPanels * kPanelBytes;  // of a term of a tile
   static constexpr int kProductTermBytes = 4 * kTileBytes;
@@ -144,13 +194,15 @@ struct ScanLayout {
   static constexpr int kDecayStride = N / 4 + 4;  // so that four lanes read different banks
 
   // The operands of a tile. At and Rt of 64 columns follow each other, so that they are one operand
-  // of 32 rows. Second terms lie behind the first ones of all operands.
+  // of 32 rows. Second terms lie behind the first ones of all operands. Kh that W is written with has the place
+  // of Bh; with decays of heads At and Bh are one array, the keys.
   static constexpr int kA = 0;
   static constexpr int kR = kPanelBytes;
   static constexpr int kReadStride = (kOutput ? 2 : 1) * kPanelBytes;
-  static constexpr int kB = kPanels * kReadStride;
-  static constexpr int kK = kB + kPanels * kPanelBytes;
-  static constexpr int kV = kK + kPanels * kPanelBytes;
+  static constexpr int kB = kHeadDecay ? kA : kPanels * kReadStride;
+  static constexpr int kWriteStride = kHeadDecay ? kReadStride : kPanelBytes;
+  static constexpr int kK = kPanels * kReadStride + (kHeadDecay ? 0 : kPanelsBytes);
+  static constexpr int kV = kK + (kJoined ? 0 : kPanelsBytes);
   static constexpr int kTermBytes = kV + kPanelsBytes;
   static constexpr int kOperandBytes = kTerms * kTermBytes;
 
@@ -159,36 +211,50 @@ struct ScanLayout {
   // and two for token products and for y. Without a bound there are factors in place of a stage. With one, y
   // takes the place of v in short rings: a warp writes it over the values that it alone has read.
   static constexpr bool kShort = kSpecialized && !kAmple;
-  static constexpr int kStages = kSpecialized && kAmple                                ? 8
-                                 : kShort && kPanels * kTerms == 1                     ? 6
+  static constexpr int kStages = kHeadDecay                        ? (kSpecialized ? 6 : 4)
+                                 : kSpecialized && kAmple          ? 8
+                                 : kShort && kPanels * kTerms == 1 ? 6
                                  : kUnbounded && (kOutput || kWork == Work::kTogether) ? 3
                                                                                        : 4;
-  static constexpr int kDecayStages = kStages == 8 ? 8 : kStages == 6 ? 4 : 2;
-  static constexpr bool kOverValues = kOutput && kShort && !kUnbounded;
+  static constexpr int kDecayStages = kHeadDecay     ? kStages
+                                      : kStages == 8 ? 8
+                                      : kStages == 6 ? 4
+                                                     : 2;
+  static constexpr bool kOverValues = kOutput && kShort && !kUnbounded && !kDelta;
   static constexpr int kW = kStages * kOperandBytes;
-  static constexpr int kY = kW + kDecayStages * kTerms * kPanelsBytes;
+  static constexpr int kY = kW + (kHeadDecay ? 0 : kDecayStages * kTerms * kPanelsBytes);
   static constexpr int kProducts = kY + (kOutput && !kOverValues ? 2 * kTerms * kPanelsBytes : 0);
   static constexpr int kDecays = kProducts + 2 * kProductBytes;  // exp(G) of the last token
   static constexpr int kDecayBytes = 4 * 4 * kDecayStride;
-  static constexpr int kBarriers = kDecays + kStages * kDecayBytes;
+  static constexpr int kBarriers = kDecays + (kHeadDecay ? 0 : kStages * kDecayBytes);
   static constexpr int kWords = kBarriers + 8 * kStages;  // of marks
-  // Of keyed calls: `inverse` of each token, in a ring as well, and the parameters k_k, k_a and a0.
-  static constexpr int kInverses = kWords + 4 * kStages;
-  static constexpr int kParameters = kInverses + (kKeyed ? 4 * kTileTokens * kStages : 0);
+  // In a ring as well, floats of tokens: of keyed calls `inverse`, of the delta rule beta or TokenFactors. Of
+  // keyed calls the parameters k_k, k_a and a0.
+  static constexpr int kFloats = kWords + 4 * kStages;
+  static constexpr int kFloatBytes = kHeadDecay         ? sizeof(TokenFactors)
+                                     : kKeyed || kDelta ? 4 * kTileTokens
+                                                        : 0;
+  static_assert(!kHeadDecay || kFloats % alignof(TokenFactors) == 0);
+  static constexpr int kParameters = kFloats + kStages * kFloatBytes;
   static constexpr int kEnd = kParameters + (kKeyed ? 3 * 4 * N : 0);
-  // Of decays without a bound, in rings of kFramePlaces tiles: whether a tile is far, and the factors
-  // of the state before each frame that a far tile has.
+  // Of decays without a bound, in rings of kFramePlaces tiles: whether a tile is far, or a bit for each 16
+  // channels that are, and the factors of the state before each frame that a far tile has, or before and in it.
   static constexpr int kFramePlaces = 4;
   static constexpr int kFar = kEnd;
   static constexpr int kFactors = (kFar + 4 * kFramePlaces + 15) / 16 * 16;
+  static constexpr int kStateFactors = kFarAtOnce ? 2 : kFarFrames;
+  // In a ring of two tiles, what each warp that scales adds to the products of far tokens.
+  static constexpr int kFarSums = kFactors + kFramePlaces * kStateFactors * kDecayBytes;
+  static constexpr int kFarSumBytes = kFarProducts * sizeof(FarSum);
   static constexpr int kBytes =
-      kUnbounded ? kFactors + kFramePlaces * kFarFrames * kDecayBytes : kEnd;
+      kUnbounded ? kFarSums + (kFarAtOnce ? 2 * 4 * kFarSumBytes : 0) : kEnd;
 };
 
-// What a keyed call makes operands of besides the projected k and the rate, in shared memory: the
-// parameters [3, N], and `inverse` of the rows of a tile.
+// What operands are made of besides those of the call: of a keyed call the parameters [3, N] and `inverse` of
+// the rows of a tile, of the delta rule beta of the rows, all in shared memory, and the scale.
 struct KeyFactors {
-  const float *parameters, *inverses;
+  const float *parameters, *of_rows;
+  float scale;
 };
 
 // The operands that a lane has of a tile, as LoadMatrices gives them. `col` is the first column of the tile.
@@ -204,7 +270,7 @@ struct TileKeys {
       const auto parameter = [&](int number) {
         return *reinterpret_cast<const float2*>(at + number * N);
       };
-      const float inverse = factors.inverses[Lane() / 4 + i % 2 * 8];
+      const float inverse = factors.of_rows[Lane() / 4 + i % 2 * 8];
       MakeKeys<T>(k[i], rate[i], parameter(0), parameter(1), parameter(2), {inverse, inverse},
                   key[i], a[i], b[i]);
     }
@@ -259,17 +325,22 @@ struct TileSums {
   }
 };
 
-// Stores the exponentials of logs that all lanes with the same columns have, as ScaleState reads them.
+// Stores factors of columns that all lanes with the same columns have, as ScaleState reads them, ...
 template <typename L>
-__device__ void StoreFactors(int warp, const float (&log)[2][2], float* factors) {
+__device__ void StoreFactors(int warp, const float4& of_columns, float* factors) {
   if (Lane() >= 28)
-    *reinterpret_cast<float4*>(factors + (Lane() & 3) * L::kDecayStride + 4 * warp) = {
-        Exp2(log[0][0]), Exp2(log[0][1]), Exp2(log[1][0]), Exp2(log[1][1])};
+    *reinterpret_cast<float4*>(factors + (Lane() & 3) * L::kDecayStride + 4 * warp) = of_columns;
+}
+// ... or those of such logs.
+template <typename L>
+__device__ void StoreExponentials(int warp, const float (&log)[2][2], float* factors) {
+  StoreFactors<L>(warp, {Exp2(log[0][0]), Exp2(log[0][1]), Exp2(log[1][0]), Exp2(log[1][1])},
+                  factors);
 }
 
 // Counts the sums of a tile from the middle of its frame or, if that goes too far, from the middles of
-// four frames. Leaves the factors of S before each of four frames in `factors`, and what follows the
-// last one in `carry`. Returns whether the tile is far.
+// four frames or from its start. Leaves the factors of S before each frame, or before and in the tile, in
+// `factors`, and what follows the tile in `carry`. Returns whether the tile is far.
 template <typename L>
 __device__ bool CentreFrames(int warp, const Ones& inclusive, const Ones& exclusive,
                              const uint32_t (&log_decays)[L::kTerms][4], float* factors,
@@ -282,7 +353,7 @@ __device__ bool CentreFrames(int warp, const Ones& inclusive, const Ones& exclus
 #pragma unroll
       for (int j = 0; j < 2; ++j)
         log[i][j] = carry.sum[i][j] + half[i][j], carry.sum[i][j] = half[i][j];
-    StoreFactors<L>(warp, log, factors + frame * kStride);
+    StoreExponentials<L>(warp, log, factors + frame * kStride);
   };
   sums.GetRow(kTileTokens - 1, 0.5f, half);
   bool far = false;
@@ -291,11 +362,18 @@ __device__ bool CentreFrames(int warp, const Ones& inclusive, const Ones& exclus
   if (!far) {
     sums.Subtract([&](int i, int e) { return half[i][e % 2]; });
     store(0);
-    const float none[2][2] = {};
+    // Other columns may be far.
 #pragma unroll
-    for (int frame = 1; frame < kFarFrames; ++frame)
-      StoreFactors<L>(warp, none, factors + frame * kStride);
+    for (int frame = 1; frame < L::kStateFactors; ++frame)
+      StoreFactors<L>(warp, {1.0f, 1.0f, 1.0f, 1.0f}, factors + frame * kStride);
     return false;
+  }
+  if constexpr (L::kFarAtOnce) {
+    StoreExponentials<L>(warp, carry.sum, factors);
+    sums.GetRow(kTileTokens - 1, 1.0f, log);
+    StoreExponentials<L>(warp, log, factors + kStride);
+    carry = {};
+    return true;
   }
   // A register of ones has a row and two columns, which are of the same frame or not.
   const uint32_t same = Lane() / 16 == Lane() % 4 / 2 ? ~0u : 0u;
@@ -351,14 +429,104 @@ __device__ inline void ScaleFloats(uint32_t panel, int low, int col, const float
     StoreMatrices(TileAddress(panel + term * low, 0, col), terms[term]);
 }
 
+// Converts a tile to bfloat16, in its place.
+template <typename T>
+__device__ void ConvertMatrices(uint32_t tile) {
+  uint32_t x[4];
+  LoadMatrices(tile, x);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) x[i] = ToBf16<T>(x[i]);
+  StoreMatrices(tile, x);
+}
+
+// The products of the tokens of a far tile of the delta rule, M and that with q, of 16 channels. They go to
+// `far`, or are added to what is there.
+//
+// Levels halve runs of tokens, from the whole tile on. At each of them the tokens of the later half of a run are
+// multiplied by those of its earlier half, and all are scaled by the decays between them and the middle of the
+// run, which are at most 1. At the last level a token is multiplied by itself.
+template <typename T, typename L, bool kReverse>
+__device__ void MultiplyFarTokens(const uint32_t (&k)[4], const uint32_t (&q)[4],
+                                  const uint32_t (&log_decays)[4], const KeyFactors& keys, bool add,
+                                  FarSum* far) {
+  // Of both 8 x 8 on the diagonal. What is made of them takes no registers from tile to tile.
+  const int lane = Opaque(Lane()), row = lane / 4, col = 2 * (lane % 4);
+  Accumulator<2> sums[L::kFarProducts] = {};
+  // Beside a state there are no registers for several levels at once.
+#pragma unroll(L::kHelpers > 0 ? 5 : 1)
+  for (int level = 0; level < 5; ++level) {
+    const int size = 8 >> level;  // at last the tokens themselves
+    uint32_t scaled[2][4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) scaled[0][i] = ToBf16<T>(k[i]), scaled[1][i] = ToBf16<T>(q[i]);
+    if (size > 0) {
+      const auto ones = [&](bool later) {
+        const auto has = [&](int col) {
+          return (row ^ col) < size && (col < row + !kReverse) == later;
+        };
+        return kInverseLogScale & ((has(col) ? 0xffffu : 0u) | (has(col + 1) ? 0xffff0000u : 0u));
+      };
+      const bool later = (row & size) != 0;
+      const Left between = {ones(later), 0u, 0u, ones(later || size == 8)};
+      float logs[2][4] = {};
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        WarpMultiplyHalf(logs[i], between, log_decays[2 * i], log_decays[2 * i + 1]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* const pair = &logs[i / 2][i % 2 * 2];
+        const uint32_t e = Bf16::Round(Exp2(pair[0]), Exp2(pair[1]));
+        scaled[0][i] = Bf16::Multiply(scaled[0][i], e);
+        scaled[1][i] = Bf16::Multiply(scaled[1][i], e);
+      }
+    }
+#pragma unroll
+    for (int product = 0; product < L::kFarProducts; ++product) {
+      if (size == 0 && product == 0) continue;
+      const uint32_t (&later)[4] = scaled[kReverse ? 0 : product];
+      const uint32_t (&earlier)[4] = scaled[kReverse ? product : 0];
+      Accumulator<2>& sum = sums[product];
+      if (size == 8) {
+        WarpMultiply(sum[0], {0u, later[1], 0u, later[3]}, earlier[0], earlier[2]);
+        continue;
+      }
+      float of_level[4] = {};
+      WarpMultiply(of_level, {later[0], 0u, later[2], 0u}, earlier[0], earlier[2]);
+      WarpMultiply(of_level, {0u, later[1], 0u, later[3]}, earlier[1], earlier[3]);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int differing = row ^ (col + e % 2);
+        if (differing >= size && differing < (size > 0 ? 2 * size : 1)) sum[e / 2][e] = of_level[e];
+      }
+    }
+  }
+#pragma unroll
+  for (int product = 0; product < L::kFarProducts; ++product)
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+      const float* const pair = &sums[product][i / 2][(i + 1) / 2 * 2];
+      float2 factors;
+      if constexpr (kReverse) {
+        factors.x = -keys.of_rows[row + (i > 0 ? 8 : 0)] * (product > 0 ? keys.scale : 1.0f);
+        factors.y = factors.x;
+      } else {
+        const float* const of_pair = keys.of_rows + col + i / 2 * 8;
+        factors = {of_pair[0], of_pair[1]};
+      }
+      float2& to = far[product].pairs[i][Lane()];
+      const float2 before = add ? to : float2{0.0f, 0.0f};
+      to = {fmaf(factors.x, pair[0], before.x), fmaf(factors.y, pair[1], before.y)};
+    }
+}
+
 // Scales 16 columns of a tile in place, the columns of `warp`. Leaves in `decays` what S is multiplied
-// by behind the tile if a chunk ends there, and in `frames` what CentreFrames leaves. Returns whether
-// the tile is far.
+// by behind the tile if a chunk ends there, in `frames` what CentreFrames leaves, and in `far_sums` what
+// MultiplyFarTokens leaves. Returns whether the tile is far.
 template <typename T, typename L, bool kReverse, bool kOutput>
 __device__ bool ScaleColumns(int warp, uint32_t operands, uint32_t raw_w, float* decays,
                              float* frames, Decay form, uint32_t present, const Ones& inclusive,
-                             const Ones& exclusive, bool starts_chunk, const KeyFactors& keys,
-                             Carry& carry) {
+                             const Ones& exclusive, bool starts_chunk, bool ends_chunk,
+                             const KeyFactors& keys, bool add, FarSum* far_sums, Carry& carry) {
   const int panel = warp / 4;
   const uint32_t here = TileAddress(0, 0, warp % 4);
   const uint32_t a_tile = operands + L::kA + panel * L::kReadStride + here;
@@ -382,7 +550,8 @@ __device__ bool ScaleColumns(int warp, uint32_t operands, uint32_t raw_w, float*
     uint32_t w[4];
     LoadTransposed(raw_w + panel * L::kPanelBytes + here, w);
     if constexpr (L::kUnbounded)
-      LogDecays<T, Decay::kExp>(w, form, kLeastLog2, present, log_decays[0]);
+      LogDecays<T, Decay::kExp>(w, L::kDelta ? Decay::kLog : form, kLeastLog2, present,
+                                log_decays[0]);
     else
       LogDecays<T, Decay::kSigmoid>(w, Decay::kSigmoid, kLeastLog2, present, log_decays[0]);
   }
@@ -400,13 +569,22 @@ __device__ bool ScaleColumns(int warp, uint32_t operands, uint32_t raw_w, float*
   // Factors of 16-bit operands are rounded to bfloat16: two products then take one instruction.
   uint32_t e[4];
   float factors[2][4];
+  const auto round_factors = [&](float upper, float lower) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* const pair = &factors[i / 2][i % 2 * 2];
+      const float of_row = i % 2 == 0 ? upper : lower;
+      e[i] = Bf16::Round(of_row * pair[0], of_row * pair[1]);
+    }
+  };
   const auto exponentials = [&](float sign, const float (&x)[2][4]) {
-    if constexpr (kFloat) {
+    if constexpr (kFloat || L::kDelta) {
       ForEachElement<2>([&](int i, int j) { factors[i][j] = Exp2(sign * x[i][j]); });
+      if constexpr (!kFloat) round_factors(1.0f, 1.0f);
     } else {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float* pair = &x[i / 2][i % 2 * 2];
+        const float* const pair = &x[i / 2][i % 2 * 2];
         e[i] = Bf16::Round(Exp2(sign * pair[0]), Exp2(sign * pair[1]));
       }
     }
@@ -444,31 +622,80 @@ __device__ bool ScaleColumns(int warp, uint32_t operands, uint32_t raw_w, float*
     else
       scale(tile);
   };
-  exponentials(1.0f, sums.before);
-  scale_made(a_tile, reads);
-  if constexpr (kReverse) {
-    exponentials(-1.0f, sums.before);
-    scale(k_tile);
-  }
-  exponentials(1.0f, sums.upto);
-  if constexpr (kOutput) scale(r_tile);
   // The state is not rounded at the end of a chunk, so its factors are not rounded.
-  StoreFactors<L>(warp, carry.sum, decays);
-  exponentials(-1.0f, sums.upto);
-  scale_made(b_tile, writes);
-  if constexpr (!kReverse) scale_made(k_tile, key);
-  if constexpr (std::is_same_v<T, __half>) {
-    uint32_t x[4];
-    LoadMatrices(v_tile, x);
+  const auto store_decays = [&] {
+    if (!L::kDelta || ends_chunk) StoreExponentials<L>(warp, carry.sum, decays);
+  };
+  if constexpr (L::kDelta) {
+    store_decays();
+    uint32_t k[4], q[4] = {};
+    const auto store = [&](uint32_t tile, const uint32_t (&from)[4]) {
+      uint32_t x[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = ToBf16<T>(x[i]);
-    StoreMatrices(v_tile, x);
+      for (int i = 0; i < 4; ++i) x[i] = from[i];
+      store_scaled(tile, x);
+    };
+    LoadMatrices(a_tile, k);
+    if constexpr (kReverse || kOutput) LoadMatrices(kReverse ? k_tile : r_tile, q);
+    const float upper = keys.of_rows[Lane() / 4], lower = keys.of_rows[Lane() / 4 + 8];
+    exponentials(1.0f, kReverse ? sums.before : sums.upto);
+    if constexpr (kReverse) round_factors(-upper, -lower);
+    store(a_tile, k);
+    if constexpr (kOutput) store(r_tile, q);
+    if (far) {  // what is written is counted from the end of the tile
+      float all[2][2];
+      sums.GetRow(kTileTokens - 1, 1.0f, all);
+      sums.Subtract([&](int i, int e) { return all[i][e % 2]; });
+    }
+    exponentials(-1.0f, kReverse ? sums.before : sums.upto);
+    if constexpr (!kReverse) round_factors(upper, lower);
+    store(b_tile, k);
+    if constexpr (kReverse) {
+      round_factors(keys.scale, keys.scale);
+      store(k_tile, q);
+    }
+    if (far) MultiplyFarTokens<T, L, kReverse>(k, q, log_decays[0], keys, add, far_sums);
+  } else {
+    exponentials(1.0f, sums.before);
+    scale_made(a_tile, reads);
+    if constexpr (kReverse) {
+      exponentials(-1.0f, sums.before);
+      scale(k_tile);
+    }
+    exponentials(1.0f, sums.upto);
+    if constexpr (kOutput) scale(r_tile);
+    store_decays();
+    exponentials(-1.0f, sums.upto);
+    scale_made(b_tile, writes);
+    if constexpr (!kReverse) scale_made(k_tile, key);
   }
+  if constexpr (std::is_same_v<T, __half>) ConvertMatrices<T>(v_tile);
   if constexpr (kFloat) {
     ForEachElement<2>([&](int i, int j) { factors[i][j] = 1.0f; });
     scale(v_tile);
   }
   return far;
+}
+
+// Makes TokenFactors of g and beta, in their place.
+template <bool kReverse>
+__device__ void MakeFactors(TokenFactors& factors) {
+  const int row = Lane() % kTileTokens;
+  const float beta = factors.beta[row], log = kLog2E * factors.log[row];
+  float upto = log < kLeastLog2 ? kLeastLog2 : log;
+#pragma unroll
+  for (int step = 1; step < kTileTokens; step *= 2) {
+    const float earlier = __shfl_sync(~0u, upto, Lane() - step & 31);
+    if (row >= step) upto += earlier;
+  }
+  const float all = __shfl_sync(~0u, upto, kTileTokens - 1);
+  const float before = __shfl_sync(~0u, upto, Lane() - 1 & 31);
+  const float sum = !kReverse ? upto : row > 0 ? before : 0.0f;
+  if (Lane() >= kTileTokens) return;
+  factors.log[row] = sum;
+  factors.read[row] = (kReverse ? -beta : 1.0f) * Exp2(sum);
+  factors.write[row] = (kReverse ? 1.0f : beta) * Exp2(all - sum);
+  if (row == 0) factors.state = Exp2(all);
 }
 
 // Clears the elements of a tile of tokens by tokens whose two tokens are of different frames of a far
@@ -481,34 +708,75 @@ __device__ inline void KeepFrames(Accumulator<2>& m) {
 }
 
 // The products of a tile of tokens by tokens, one per warp: M, tril(At Kh^T), tril(Rt Bh^T) and
-// tril(Rt Kh^T).
+// tril(Rt Kh^T). `factors` are those of decays of heads. Where channels are far at once, `far` has a bit for each
+// 16 of them, and `far_sums` what each warp that scales has for M and for the other product.
 template <typename L, bool kReverse, bool kOutput>
 __device__ void MultiplyTokens(int warp, uint32_t operands, uint32_t products,
-                               const RowMarks& marks, bool far) {
-  if (warp >= (kOutput ? 4 : 2)) return;
+                               const TokenFactors& factors, float scale, const RowMarks& marks,
+                               uint32_t far, const FarSum* far_sums) {
   const bool reads_r = warp >= 2, writes_k = warp % 2 == 1;
+  if (warp >= (kOutput ? 4 : 2) || (L::kJoined && writes_k)) return;
   const uint32_t left = operands + (reads_r ? L::kR : L::kA);
   const uint32_t right = operands + (writes_k ? L::kK : L::kB);
-  Accumulator<2> m = {};
-#pragma unroll
-  for (int tile = 0; tile < L::kPanels * 4; ++tile) {
-    const int panel = tile / 4;
+  const int right_stride = writes_k ? L::kPanelBytes : L::kWriteStride;
+  constexpr int kSums = L::kSpecialized && L::kDelta ? L::kPanels : 1;
+  Accumulator<2> sums[kSums] = {};  // so that fewer products wait for each other
+  const auto multiply = [&](int panel, int tile, Accumulator<2>& sum) {
     Left a[L::kTerms];
     uint32_t b[L::kTerms][4];
 #pragma unroll
     for (int term = 0; term < L::kTerms; ++term) {
       const int from = term * L::kTermBytes;
-      LoadLeft(left + panel * L::kReadStride + from, 0, tile % 4, a[term]);
-      KAlongRows{right + panel * L::kPanelBytes + from, tile % 4}.Load(0, b[term]);
+      LoadLeft(left + panel * L::kReadStride + from, 0, tile, a[term]);
+      KAlongRows{right + panel * right_stride + from, tile}.Load(0, b[term]);
     }
     ForProducts<L::kTerms>([&](int i, int j) {
-      WarpMultiply(m[0], a[i], b[j][0], b[j][1]);
-      WarpMultiply(m[1], a[i], b[j][2], b[j][3]);
+      WarpMultiply(sum[0], a[i], b[j][0], b[j][1]);
+      WarpMultiply(sum[1], a[i], b[j][2], b[j][3]);
     });
+  };
+  Accumulator<2>& m = sums[0];
+  if (!L::kFarAtOnce || far == 0) {
+#pragma unroll
+    for (int i = 0; i < L::kPanels * 4; ++i)
+      if constexpr (kSums > 1)
+        multiply(i % kSums, i / kSums, sums[i % kSums]);
+      else
+        multiply(i / 4, i % 4, m);
+  } else {
+#pragma unroll 1
+    for (uint32_t near = far ^ ((1u << 4 * L::kPanels) - 1); near != 0; near &= near - 1) {
+      const int tile = __ffs(near) - 1;
+      multiply(tile / 4, tile % 4, m);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const FarSum& sum = far_sums[i * L::kFarProducts + (warp > 0)];
+      const bool has = (far & 0x11u << i) != 0;  // in a panel
+#pragma unroll
+      for (int pair = 0; pair < 3; ++pair) {
+        const float2 x = has ? sum.pairs[pair][Lane()] : float2{0.0f, 0.0f};
+        float* const to = &m[pair / 2][(pair + 1) / 2 * 2];
+        to[0] += x.x, to[1] += x.y;
+      }
+    }
+  }
+#pragma unroll
+  for (int sum = 1; sum < kSums; ++sum)
+    ForEachElement<2>([&](int i, int e) { m[i][e] += sums[sum][i][e]; });
+  if constexpr (L::kHeadDecay) {
+    ForEachElement<2>([&](int i, int e) {
+      const int row = Lane() / 4 + e / 2 * 8, col = 8 * i + 2 * (Lane() % 4) + e % 2;
+      const float of_pair =
+          factors.beta[kReverse ? row : col] * Exp2(factors.log[row] - factors.log[col]);
+      m[i][e] *= writes_k ? -scale * of_pair : reads_r ? of_pair : -of_pair;
+    });
+  } else if constexpr (L::kJoined) {
+    ForEachElement<2>([&](int i, int e) { m[i][e] = reads_r ? m[i][e] : -m[i][e]; });
   }
   KeepLower(reads_r || (kReverse && writes_k), m);
   if (marks.clears != 0) KeepSegments(marks, m);
-  if (far) KeepFrames(m);
+  if (!L::kFarAtOnce && far) KeepFrames(m);
   Left rounded[L::kTerms];
   if (warp == 0)
     InvertUnitLower(m, rounded);
@@ -539,12 +807,68 @@ struct AdvancingRows {
   }
 };
 
+// What S owes of the decays of its head: what it has yet to be multiplied by before and after a tile. It pays
+// where it is stored, or before the rest is too small.
+struct OwedDecay {
+  static constexpr float kLeast = 0x1p-60f;
+  float before, after;
+  bool pays;
+
+  __device__ OwedDecay(float before, float of_tile, bool stored)
+      : before(before), after(before * of_tile), pays(stored || after < kLeast) {}
+  __device__ float Rest() const { return pays ? 1.0f : after; }
+  // By what is written to S is multiplied.
+  __device__ float Unpaid() const { return Reciprocal(Rest()); }
+};
+
+// Factors of the tokens that are the columns of sums of this lane, if there are any.
+template <bool kAny>
+struct ColumnFactors {
+  float2 of_pairs[2];
+
+  __device__ ColumnFactors(const float* factors, float also) {
+#pragma unroll
+    for (int i = 0; kAny && i < 2; ++i) {
+      of_pairs[i] = *reinterpret_cast<const float2*>(factors + 8 * i + 2 * (Lane() % 4));
+      of_pairs[i].x *= also, of_pairs[i].y *= also;
+    }
+  }
+  __device__ void Scale(float (*sum)[4]) const {
+    ForEachElement<2>(
+        [&](int i, int e) { sum[i][e] *= e % 2 == 0 ? of_pairs[i].x : of_pairs[i].y; });
+  }
+};
+
+// Undoes Round of two fragments.
+__device__ inline void Unround(const Left& x, Accumulator<2>& sum) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    sum[i / 2][i % 2 * 2] = Bf16::Low(x[i]);
+    sum[i / 2][i % 2 * 2 + 1] = Bf16::High(x[i]);
+  }
+}
+
+// Multiplies 64 columns of S by factors that StoreFactors has stored.
+template <typename L>
+__device__ void ScalePanel(const float* factors, int panel, float (&s)[8][4]) {
+  const float* const decays = factors + (threadIdx.x & 3) * L::kDecayStride + 16 * panel;
+#pragma unroll
+  for (int pair = 0; pair < 4; ++pair) {
+    const float4 d = *reinterpret_cast<const float4*>(decays + 4 * pair);
+    float (&left)[4] = s[2 * pair], (&right)[4] = s[2 * pair + 1];
+    left[0] *= d.x, left[1] *= d.y, left[2] *= d.x, left[3] *= d.y;
+    right[0] *= d.z, right[1] *= d.w, right[2] *= d.z, right[3] *= d.w;
+  }
+}
+
 // Advances the state by a tile, or by some of its rows if kSomeRows, and leaves y of the tile, of which
-// `words` are the part of this lane, in shared memory. By some rows, products wait for each other.
-template <typename T, typename L, bool kOutput, bool kSomeRows>
+// `words` are the part of this lane, in shared memory. By some rows, products wait for each other. If kFar, S is
+// multiplied by `in_tile` after it is read.
+template <typename T, typename L, bool kOutput, bool kSomeRows, bool kFar>
 __device__ void AdvanceState(int warp, uint32_t operands, uint32_t products, uint32_t y,
-                             bool has_values, const AdvancingRows& rows, uint32_t (&words)[4],
-                             float (&s)[L::kPanels][8][4]) {
+                             bool has_values, const TokenFactors& factors, const OwedDecay& decay,
+                             float scale, const AdvancingRows& rows, const float* in_tile,
+                             uint32_t (&words)[4], float (&s)[L::kPanels][8][4]) {
   constexpr int kReadFragments = kOutput ? 4 : 2, kTerms = L::kTerms;
   const int panel_of_v = warp / 4;
   Left v[kTerms] = {};
@@ -553,6 +877,14 @@ __device__ void AdvanceState(int warp, uint32_t operands, uint32_t products, uin
     for (int term = 0; term < kTerms; ++term)
       LoadLeftTransposed(operands + L::kV + panel_of_v * L::kPanelBytes + term * L::kTermBytes, 0,
                          warp % 4, v[term]);
+  // Loaded here, and not where sums wait for them.
+  const ColumnFactors<L::kHeadDecay> reads(factors.read, decay.before);
+  const ColumnFactors<L::kHeadDecay> writes(factors.write, decay.Unpaid());
+  Left v_written[kTerms];
+#pragma unroll
+  for (int term = 0; term < kTerms; ++term)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v_written[term][i] = v[term][i];
   const auto keep_writing = [&](Left(&x)[kTerms]) {
 #pragma unroll
     for (Left& term : x) KeepTokens(rows.write_begin, rows.end, term);
@@ -569,50 +901,80 @@ __device__ void AdvanceState(int warp, uint32_t operands, uint32_t products, uin
 
   // An Accumulator<kReadFragments>, on which nvcc 12.4 fails.
   float zy[kReadFragments][4];  // [Z | Y]^T = S [At; Rt]^T + V^T [Aak; Qrk]^T
+  // ptxas lets no sums of products be read while other products run.
+  Left before[L::kPanels][kPanelTiles][kTerms];
+  constexpr bool kRoundsFirst =
+      L::kSharesRegisters && L::kPanels > 1 && (!L::kUnbounded || kSomeRows || kFar);
+  const auto round = [&](int panel) {
+    RoundPanel(s[panel], before[panel]);
+    if constexpr (kFar) ScalePanel<L>(in_tile, panel, s[panel]);
+    if constexpr (L::kHeadDecay)
+      if (decay.pays) ForEachElement<8>([&](int i, int e) { s[panel][i][e] *= decay.after; });
+  };
+  if constexpr (kRoundsFirst)
+#pragma unroll
+    for (int panel = 0; panel < L::kPanels; ++panel) round(panel);
 #pragma unroll
   for (int panel = 0; panel < L::kPanels; ++panel) {
-    // One panel at a time: there are no registers for the operands of two.
-    if (panel > 0) {
+    if (panel > 0 && !L::kSharesRegisters) {  // there are none for the operands of two panels
       CommitProducts();
       Finish(zy);
     }
-    Left before[kPanelTiles][kTerms];
-    RoundPanel(s[panel], before);
+    if constexpr (!kRoundsFirst) round(panel);
     BeginProducts();
 #pragma unroll
     for (int tile = 0; tile < kPanelTiles; ++tile) {
       const KAlongRows read{operands + panel * L::kReadStride, tile};
-      MultiplyOrAdd(panel > 0 || tile > 0, zy, before[tile], read, int{L::kTermBytes});
+      MultiplyOrAdd(panel > 0 || tile > 0, zy, before[panel][tile], read, int{L::kTermBytes});
     }
   }
-  if constexpr (kSomeRows) {
+  // What is done to sums before products are added to them.
+  if constexpr (kSomeRows || L::kJoined || L::kHeadDecay) {
     CommitProducts();
+    if constexpr (L::kHeadDecay) {
+      if constexpr (!L::kJoined) {
+        Accumulator<2> values;
+        Unround(v[0], values);
+        writes.Scale(values);
+        ForEachElement<2>([&](int i, int e) { values[i][e] *= scale; });
+        Round(values[0], values[1], v_written);
+      }
+    }
     Finish(zy);
 #pragma unroll
-    for (int half = 0; half < kReadFragments; half += 2)
-      KeepTokens<2>(0, rows.begin, rows.read_end, &zy[half]);
-    BeginProducts();
+    for (int half = 0; half < kReadFragments; half += 2) {
+      if constexpr (L::kHeadDecay) reads.Scale(&zy[half]);
+      if constexpr (kSomeRows) KeepTokens<2>(0, rows.begin, rows.read_end, &zy[half]);
+    }
+    if constexpr (kSomeRows)
+#pragma unroll
+      for (int panel = 0; panel < L::kPanels; ++panel)
+        ForEachElement<8>([&](int fragment, int e) {
+          if (rows.clears) s[panel][fragment][e] = 0.0f;
+        });
   }
-  // The operand is Aak and Qrk behind it.
-  Multiply<true>(zy, v, PackedTiles{products + kAak * kTileBytes}, L::kProductTermBytes);
-  CommitProducts();
-  if constexpr (kSomeRows) {
-    Finish(zy);
-    keep_writing(v);
+  if constexpr (L::kJoined) {
+    Accumulator<2> values;
+    Unround(v[0], values);
+    ForEachElement<2>([&](int i, int e) { zy[i][e] = values[i][e] - zy[i][e]; });
+  } else {
+    if constexpr (kSomeRows || L::kHeadDecay) BeginProducts();
+    // The operand is Aak and Qrk behind it.
+    Multiply<true>(zy, v, PackedTiles{products + kAak * kTileBytes}, L::kProductTermBytes);
+    CommitProducts();
+    if constexpr (kSomeRows) {
+      Finish(zy);
+      keep_writing(v_written);
+      BeginProducts();
+    }
 #pragma unroll
     for (int panel = 0; panel < L::kPanels; ++panel)
-      ForEachElement<8>([&](int fragment, int e) {
-        if (rows.clears) s[panel][fragment][e] = 0.0f;
-      });
-    BeginProducts();
+      Multiply<kTerms == 1>(sum(panel), v_written,
+                            KDownRows{operands + L::kK + panel * L::kPanelBytes}, L::kTermBytes);
+    CommitProducts();
+    WaitForProducts<1>();
+    Settle(zy);
   }
-#pragma unroll
-  for (int panel = 0; panel < L::kPanels; ++panel)
-    Multiply<kTerms == 1>(sum(panel), v, KDownRows{operands + L::kK + panel * L::kPanelBytes},
-                          L::kTermBytes);
-  CommitProducts();
-  WaitForProducts<1>();
-  Settle(zy);
 
   Left rounded[kTerms];
   Round(zy[0], zy[1], rounded);
@@ -622,8 +984,10 @@ __device__ void AdvanceState(int warp, uint32_t operands, uint32_t products, uin
   CommitProducts();
   Finish(u);
 
-  Left u_rounded[kTerms];
+  Left u_rounded[kTerms], u_written[kTerms];
   Round(u[0], u[1], u_rounded);
+  if constexpr (L::kHeadDecay) writes.Scale(u);
+  Round(u[0], u[1], u_written);
   BeginProducts();
   if constexpr (kOutput) {
     // Y += Qrb U. The operand is M and Qrb behind it: M U falls into Z, which is no longer needed.
@@ -632,12 +996,12 @@ __device__ void AdvanceState(int warp, uint32_t operands, uint32_t products, uin
   }
   if constexpr (kSomeRows) {
     WaitForProducts<0>();
-    keep_writing(u_rounded);
+    keep_writing(u_written);
     BeginProducts();
   }
 #pragma unroll
   for (int panel = 0; panel < L::kPanels; ++panel)
-    Multiply<true>(sum(panel), u_rounded, KDownRows{operands + L::kB + panel * L::kPanelBytes},
+    Multiply<true>(sum(panel), u_written, KDownRows{operands + L::kB + panel * L::kWriteStride},
                    L::kTermBytes);
   CommitProducts();
   if constexpr (kOutput) {
@@ -647,6 +1011,7 @@ __device__ void AdvanceState(int warp, uint32_t operands, uint32_t products, uin
       return !kSomeRows || (row >= rows.begin && row < rows.end);
     };
     const uint32_t y_panel = y + panel_of_v * L::kPanelBytes;
+    const float of_y = L::kDelta ? scale : 1.0f;
     if constexpr (kTerms > 1) {
       ForEachElement<2>([&](int i, int e) {
         const int row = 8 * i + 2 * (Lane() % 4) + e % 2;
@@ -659,7 +1024,8 @@ __device__ void AdvanceState(int warp, uint32_t operands, uint32_t products, uin
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         if (advances(i % 2 * 8 + 2 * (Lane() % 4)))
-          words[i] = Pair<T>::Round(zy[2 + i % 2][i / 2 * 2], zy[2 + i % 2][i / 2 * 2 + 1]);
+          words[i] =
+              Pair<T>::Round(of_y * zy[2 + i % 2][i / 2 * 2], of_y * zy[2 + i % 2][i / 2 * 2 + 1]);
       StoreTransposed(TileAddress(y_panel, 0, warp % 4), words);
     }
   }
@@ -680,7 +1046,7 @@ template <typename T, int N, bool kReverse, bool kOutput, Work kWork, bool kMark
           bool kAmple>
 class ScanBlock {
  public:
-  using L = ScanLayout<T, N, kOutput, kWork, kKind, kAmple>;
+  using L = ScanLayout<T, N, kReverse, kOutput, kWork, kKind, kAmple>;
   static constexpr bool kKeyed = L::kKeyed, kUnbounded = L::kUnbounded;
   // Whether heads have no other K and V than N.
   static constexpr bool kFilled = !kMarked || kKeyed || L::kTerms > 1;
@@ -699,8 +1065,11 @@ class ScanBlock {
         scales(warpgroup == (L::kHelpers > 0  ? L::kPanels + L::kHelpers - 1
                              : L::kTransition ? 1
                                               : 0)),
-        copies(L::kTransition ? warpgroup == 2 * L::kPanels - 1 : multiplies),
-        for_later(L::kTransition && scan.splits.memory != nullptr) {}
+        copies(L::kTransition  ? warpgroup == 2 * L::kPanels - 1
+               : L::kHeadDecay ? scales
+                               : multiplies),
+        for_later(L::kTransition && scan.splits.memory != nullptr),
+        scale(L::kDelta ? *scan.scale : 1.0f) {}
 
   // What the warpgroups that scale operands keep from tile to tile. It is no member, since the
   // compiler keeps a member array from being optimized with the other members until late.
@@ -767,6 +1136,7 @@ class ScanBlock {
   template <bool kOnState, bool kForState>
   __device__ __forceinline__ void MainLoop(Scaling& scaling) {
     State s;
+    float owed = 1.0f;
     if constexpr (kOnState) LoadStart(s);
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
@@ -775,8 +1145,9 @@ class ScanBlock {
         if (multiplies && tile + 1 < tiles) TokenProducts(tile + 1);
       if constexpr (kOnState) {
         if (!L::kTransition && StartsChunk(tile)) SaveState(tile, s);
-        Advance(tile, y, s);
-        if (EndsChunk(tile)) ScaleState(DecaysOf(tile), s);
+        const float rest = Advance(tile, y, owed, s);
+        if constexpr (L::kHeadDecay) owed = rest;
+        if (!L::kHeadDecay && EndsChunk(tile)) ScaleState(DecaysOf(tile), s);
       }
       if constexpr (kForState) {
         if (scales && tile + 2 < tiles) ScaleOperands(tile + 2, scaling);
@@ -784,7 +1155,7 @@ class ScanBlock {
       }
       WaitForTile();
       if constexpr (kForState) {
-        if (kOutput && multiplies) WriteOutput(tile, y);
+        if (kOutput && copies) WriteOutput(tile, y);
         if (copies && tile + L::kStages < tiles) CopyNext(tile + L::kStages);
       }
     }
@@ -852,10 +1223,14 @@ class ScanBlock {
   __device__ uint32_t* FarOf(int tile) const {
     return reinterpret_cast<uint32_t*>(memory + L::kFar) + tile % L::kFramePlaces;
   }
-  __device__ bool IsFar(int tile) const { return kUnbounded && *FarOf(tile) != 0; }
+  __device__ uint32_t IsFar(int tile) const { return kUnbounded ? *FarOf(tile) : 0u; }
   __device__ float* FactorsOf(int tile, int frame) const {
     return reinterpret_cast<float*>(memory + L::kFactors +
-                                    (tile % L::kFramePlaces * kFarFrames + frame) * L::kDecayBytes);
+                                    (tile % L::kFramePlaces * L::kStateFactors + frame) *
+                                        L::kDecayBytes);
+  }
+  __device__ FarSum* FarSumsOf(int tile) const {
+    return reinterpret_cast<FarSum*>(memory + L::kFarSums + tile % 2 * 4 * L::kFarSumBytes);
   }
   __device__ uint32_t ProductsOf(int tile) const {
     return shared + L::kProducts + tile % 2 * L::kProductBytes;
@@ -867,8 +1242,12 @@ class ScanBlock {
 
   // Of a keyed call.
   __device__ float* Parameters() const { return reinterpret_cast<float*>(memory + L::kParameters); }
-  __device__ float* InversesOf(int tile) const {
-    return reinterpret_cast<float*>(memory + L::kInverses) + tile % L::kStages * kTileTokens;
+  // Of a keyed call `inverse`, of the delta rule beta or what has it.
+  __device__ float* FloatsOf(int tile) const {
+    return reinterpret_cast<float*>(memory + L::kFloats + tile % L::kStages * L::kFloatBytes);
+  }
+  __device__ TokenFactors& TokenFactorsOf(int tile) const {
+    return *reinterpret_cast<TokenFactors*>(FloatsOf(tile));
   }
   __device__ void LoadParameters() const {
     const float* const from = scan.parameters + sequence * Wkv7KeysCall::kParameters * stride +
@@ -906,20 +1285,35 @@ class ScanBlock {
       };
       if constexpr (!kKeyed || kReverse) operand(L::kA + panel * L::kReadStride, scan.a, KeySize());
       if constexpr (kOutput) operand(L::kR + panel * L::kReadStride, scan.r, KeySize());
-      operand(L::kB + panel * L::kPanelBytes, scan.b, KeySize());
-      operand(L::kK + panel * L::kPanelBytes, scan.k, KeySize());
+      if constexpr (!L::kDelta) operand(L::kB + panel * L::kPanelBytes, scan.b, KeySize());
+      if constexpr (!L::kJoined) operand(L::kK + panel * L::kPanelBytes, scan.k, KeySize());
       operand(L::kV + panel * L::kPanelBytes, scan.v, ValueSize());
     });
-    if constexpr (kKeyed)
-      if (const int token = TokenOf(tile); Piece() == 0)
-        CopyWordAsync(SharedAddress(InversesOf(tile) + copy_row),
-                      scan.inverse + ElementOf(token, N) / N, IsPresent(token, word));
+    if constexpr (L::kFloatBytes > 0) {
+      const int token = TokenOf(tile);
+      // In float [B, T, H].
+      const auto copy_float = [&](float* to, const void* from) {
+        CopyWordAsync(SharedAddress(to + copy_row),
+                      static_cast<const float*>(from) +
+                          (first + static_cast<int64_t>(token) * stride) / kUnit,
+                      IsPresent(token, word));
+      };
+      if (Piece() == 0) {
+        if constexpr (L::kHeadDecay) {
+          copy_float(TokenFactorsOf(tile).log, scan.w);
+          copy_float(TokenFactorsOf(tile).beta, scan.beta);
+        } else {
+          copy_float(FloatsOf(tile), kKeyed ? scan.inverse : scan.beta);
+        }
+      }
+    }
   }
   // The last copies of a tile: after them its CopyBarrier waits for all.
   __device__ __forceinline__ void CopyDecays(int tile) const {
-    ForPanelsOf(tile, 0, [&](int panel, auto copy) {
-      copy(RawDecaysOf(tile) + panel * L::kPanelBytes, L::kPanelsBytes, scan.w, KeySize());
-    });
+    if constexpr (!L::kHeadDecay)
+      ForPanelsOf(tile, 0, [&](int panel, auto copy) {
+        copy(RawDecaysOf(tile) + panel * L::kPanelBytes, L::kPanelsBytes, scan.w, KeySize());
+      });
     CopyBarrierOf(tile).ArriveAfterCopies();
   }
   // Starts the copies of a tile in the main loop. The word of its marks was loaded an iteration
@@ -933,19 +1327,38 @@ class ScanBlock {
 
   __device__ __forceinline__ void ScaleOperands(int tile, Scaling& scaling) const {
     CopyBarrierOf(tile).Wait(tile / L::kStages % 2);
+    if constexpr (L::kHeadDecay) {
+      if (warp % 4 == 1) MakeFactors<kReverse>(TokenFactorsOf(tile));
+      if constexpr (std::is_same_v<T, __half>) ConvertOperands(tile);
+    } else {
+      uint32_t far = 0;
 #pragma unroll
-    for (int panel = 0; panel < L::kPanels; ++panel) {
-      const bool far = ScaleColumns<T, L, kReverse, kOutput>(
-          warp % 4 + 4 * panel, OperandsOf(tile), RawDecaysOf(tile), DecaysOf(tile),
-          FactorsOf(tile, 0), scan.decay, MarksOf(tile).present, scaling.inclusive,
-          scaling.exclusive, StartsChunk(tile), {Parameters(), InversesOf(tile)},
-          scaling.carry[panel]);
-      if (far) *FarOf(tile) = 1;
+      for (int panel = 0; panel < L::kPanels; ++panel) {
+        const bool is_far = ScaleColumns<T, L, kReverse, kOutput>(
+            warp % 4 + 4 * panel, OperandsOf(tile), RawDecaysOf(tile), DecaysOf(tile),
+            FactorsOf(tile, 0), scan.decay, MarksOf(tile).present, scaling.inclusive,
+            scaling.exclusive, StartsChunk(tile), EndsChunk(tile),
+            {Parameters(), FloatsOf(tile), scale}, far != 0,
+            FarSumsOf(tile) + warp % 4 * L::kFarProducts, scaling.carry[panel]);
+        if constexpr (L::kFarAtOnce)
+          far |= is_far ? 1u << (warp % 4 + 4 * panel) : 0u;
+        else if (is_far)
+          *FarOf(tile) = 1;
+      }
+      if (far != 0 && Lane() == 0) atomicAdd(FarOf(tile), far);
     }
+  }
+  // Of decays of heads nothing else is done to the operands.
+  __device__ __forceinline__ void ConvertOperands(int tile) const {
+    const uint32_t here = TileAddress(OperandsOf(tile), 0, warp % 4);
+#pragma unroll
+    for (int panel = 0; panel < L::kOperandBytes / L::kPanelBytes; ++panel)
+      ConvertMatrices<T>(here + panel * L::kPanelBytes);
   }
   __device__ __forceinline__ void TokenProducts(int tile) const {
     MultiplyTokens<L, kReverse, kOutput>(warp % 4, OperandsOf(tile), ProductsOf(tile),
-                                         MarksOf(tile), IsFar(tile));
+                                         TokenFactorsOf(tile), scale, MarksOf(tile), IsFar(tile),
+                                         FarSumsOf(tile));
   }
 
   // The tile barrier. What is read behind the barrier of a tile is written again only behind the next
@@ -986,11 +1399,14 @@ class ScanBlock {
           s, ValueSize(), KeySize(),
           static_cast<uint4*>(scan.saved) + index * (ValueSize() * KeySize() / 8));
   }
-  __device__ __forceinline__ void Advance(int tile, uint32_t y, State& s) const {
+  // Returns what S then owes of the decays of its head.
+  __device__ __forceinline__ float Advance(int tile, uint32_t y, float owed, State& s) const {
     uint32_t words[4] = {};
-    const auto advance = [&](auto some_rows, const AdvancingRows& rows) {
-      AdvanceState<T, L, kOutput, decltype(some_rows)::value>(
-          warp, OperandsOf(tile), ProductsOf(tile), y, !identity, rows, words, s);
+    const OwedDecay decay(owed, L::kHeadDecay ? TokenFactorsOf(tile).state : 1.0f, EndsChunk(tile));
+    const auto advance = [&](auto some_rows, auto far, const AdvancingRows& rows) {
+      AdvanceState<T, L, kOutput, decltype(some_rows)::value, decltype(far)::value>(
+          warp, OperandsOf(tile), ProductsOf(tile), y, !identity, TokenFactorsOf(tile), decay,
+          scale, rows, FactorsOf(tile, 1), words, s);
     };
     const RowMarks marks = MarksOf(tile);
     if constexpr (kUnbounded) {
@@ -998,28 +1414,28 @@ class ScanBlock {
       // Its place is that of the tile before this one.
       if (threadIdx.x == 0) *FarOf(tile + L::kFramePlaces - 1) = 0;
     }
-    const bool far = IsFar(tile);
+    const bool far = IsFar(tile) != 0;
     if (!far && marks.clears == 0) {
-      advance(std::false_type(), AdvancingRows(0, kTileTokens, marks));
+      advance(std::false_type(), std::false_type(), AdvancingRows(0, kTileTokens, marks));
+    } else if constexpr (L::kFarAtOnce) {
+      const AdvancingRows rows(0, kTileTokens, marks);
+      if (marks.clears == 0)
+        advance(std::false_type(), std::true_type(), rows);
+      else
+        advance(std::true_type(), std::true_type(), rows);
     } else if constexpr (kMarked) {
       const int count = far ? kFarFrameTokens : kTileTokens;
 #pragma unroll 1
       for (int row = 0; row < kTileTokens; row += count) {
         if (row > 0) ScaleState(FactorsOf(tile, row / count), s);
-        advance(std::true_type(), AdvancingRows(row, row + count, marks));
+        advance(std::true_type(), std::false_type(), AdvancingRows(row, row + count, marks));
       }
     }
+    return decay.Rest();
   }
   __device__ __forceinline__ void ScaleState(const float* factors, State& s) const {
-    const float* const decays = factors + (threadIdx.x & 3) * L::kDecayStride;
 #pragma unroll
-    for (int pair = 0; pair < N / 16; ++pair) {
-      const float4 d = *reinterpret_cast<const float4*>(decays + 4 * pair);
-      float (&left)[4] = s[pair / 4][pair % 4 * 2];
-      float (&right)[4] = s[pair / 4][pair % 4 * 2 + 1];
-      left[0] *= d.x, left[1] *= d.y, left[2] *= d.x, left[3] *= d.y;
-      right[0] *= d.z, right[1] *= d.w, right[2] *= d.z, right[3] *= d.w;
-    }
+    for (int panel = 0; panel < L::kPanels; ++panel) ScalePanel<L>(factors, panel, s[panel]);
   }
   __device__ __forceinline__ void WriteOutput(int tile, uint32_t y) const {
     const int token = TokenOf(tile);
@@ -1056,9 +1472,10 @@ class ScanBlock {
   unsigned char* const memory;
   const uint32_t shared;
   const int warpgroup, warp;  // the warp among the warps of its state
-  // Roles: advances the state that starts as the identity; computes token products and writes y;
-  // scales operands; copies them. `for_later`: the transition goes to the memory of the splits.
+  // Roles: advances the state that starts as the identity; computes token products; scales operands;
+  // copies them and writes y. `for_later`: the transition goes to the memory of the splits.
   const bool identity, multiplies, scales, copies, for_later;
+  const float scale;                 // of a call of the delta rule
   int64_t sequence, head;            // the sequence or row b, and b * H + h
   Span span;                         // of the sequence
   int64_t count, order;              // splits of the sequence, and this one in the recurrence
@@ -1071,7 +1488,7 @@ class ScanBlock {
   uint32_t next_word;                // marks of the tile that is copied next
 };
 
-// Two warpgroups start with 128 registers a thread. The one without the state gives 24 of them to the one with it.
+// Warpgroups start with 128 registers a thread. Each one without a state gives 24 of them to one that has one.
 template <bool kOnState>
 __device__ void ShareRegisters() {
 #if RWKV_JAX_WARPGROUP_PRODUCTS
@@ -1085,8 +1502,8 @@ __device__ void ShareRegisters() {
 template <typename T, int N, bool kReverse, bool kOutput, Work kWork, bool kMarked, Kind kKind,
           bool kAmple>
 __global__ __launch_bounds__(
-    ScanLayout<T, N, kOutput, kWork, kKind, kAmple>::kThreads,
-    ScanLayout<T, N, kOutput, kWork, kKind,
+    ScanLayout<T, N, kReverse, kOutput, kWork, kKind, kAmple>::kThreads,
+    ScanLayout<T, N, kReverse, kOutput, kWork, kKind,
                kAmple>::kBlocks) void ScanKernel(const __grid_constant__ Scan scan) {
   if constexpr (kNeverLessMemory && !kAmple) {
     __trap();  // ForSharedMemory chooses the other one
@@ -1100,11 +1517,10 @@ __global__ __launch_bounds__(
     if constexpr (Block::L::kHelpers == 0)
       block.template MainLoop<true, true>(scaling);
     else if (block.OnState()) {
-      static_assert(kWork != Work::kTogether || Block::L::kThreads * Block::L::kBlocks == 512);
-      if constexpr (kWork == Work::kTogether) ShareRegisters<true>();
+      if constexpr (Block::L::kSharesRegisters) ShareRegisters<true>();
       block.template MainLoop<true, false>(scaling);
     } else {
-      if constexpr (kWork == Work::kTogether) ShareRegisters<false>();
+      if constexpr (Block::L::kSharesRegisters) ShareRegisters<false>();
       block.template MainLoop<false, true>(scaling);
     }
   }
@@ -1207,19 +1623,19 @@ __global__ __launch_bounds__(kCombineThreads) void CombineKernel(Splits splits, 
 template <typename T, int N, bool kReverse, bool kOutput, Work kWork, Kind kKind,
           bool kAmple = true>
 cudaError_t LaunchScan(cudaStream_t stream, const Scan& scan, const Grid& blocks) {
-  using L = ScanLayout<T, N, kOutput, kWork, kKind, kAmple>;
+  using L = ScanLayout<T, N, kReverse, kOutput, kWork, kKind, kAmple>;
   const auto launch = [&](auto marked) {
     return Launch(ScanKernel<T, N, kReverse, kOutput, kWork, marked(), kKind, kAmple>, blocks,
                   L::kThreads, L::kBytes, stream, scan);
   };
   // Far tiles are like tiles that clear the state: one kernel does both.
-  if constexpr (kKind == Kind::kUnbounded)
+  if constexpr (L::kUnbounded)
     return launch(std::true_type());
   else
     return FillsMatrixHead(scan.dims) ? ForMarks(scan.marks, launch) : launch(std::true_type());
 }
 
-// Calls fn with the kind of a call that is not keyed.
+// Calls fn with the kind of a call that is of no form.
 template <typename Fn>
 cudaError_t ForKind(const Scan& scan, Fn&& fn) {
   return scan.decay == Decay::kSigmoid ? fn(std::integral_constant<Kind, Kind::kBounded>())
@@ -1248,10 +1664,11 @@ cudaError_t RunScan(cudaStream_t stream, const Scan& scan, const Device& device)
   if constexpr (N == kPanelCols)
     if (blocks.x * blocks.y > 2 * device.multiprocessors)
       return LaunchScan<T, N, kReverse, kOutput, Work::kTogether, kKind>(stream, scan, blocks);
-  constexpr int kWanted = ScanLayout<T, N, kOutput, Work::kSpecialized, kKind>::kBytes;
+  constexpr int kWanted = ScanLayout<T, N, kReverse, kOutput, Work::kSpecialized, kKind>::kBytes;
   return ForSharedMemory<kWanted>(device, [&](auto ample) {
-    static_assert(ample() || ScanLayout<T, N, kOutput, Work::kSpecialized, kKind, false>::kBytes <=
-                                 kLeastSharedMemory);
+    static_assert(ample() ||
+                  ScanLayout<T, N, kReverse, kOutput, Work::kSpecialized, kKind, false>::kBytes <=
+                      kLeastSharedMemory);
     return LaunchScan<T, N, kReverse, kOutput, Work::kSpecialized, kKind, ample()>(stream, scan,
                                                                                    blocks);
   });
@@ -1260,12 +1677,14 @@ cudaError_t RunScan(cudaStream_t stream, const Scan& scan, const Device& device)
 // Of heads of 64 and a bound that of keyed calls, which need more.
 template <typename T, int N, Kind kKind>
 int64_t SharedMemory(Pass pass) {
-  const int64_t transition = ScanLayout<T, N, false, Work::kTransition, kKind>::kBytes;
+  const int64_t transition =
+      std::max(ScanLayout<T, N, false, false, Work::kTransition, kKind>::kBytes,
+               ScanLayout<T, N, true, false, Work::kTransition, kKind>::kBytes);
   if (pass != Pass::kForward && pass != Pass::kBackward) return transition;
   constexpr Work kLeast = N == kPanelCols ? Work::kTogether : Work::kSpecialized;
   const int64_t scan = pass == Pass::kForward
-                           ? ScanLayout<T, N, true, kLeast, kKind, false>::kBytes
-                           : ScanLayout<T, N, false, kLeast, kKind, false>::kBytes;
+                           ? ScanLayout<T, N, false, true, kLeast, kKind, false>::kBytes
+                           : ScanLayout<T, N, true, false, kLeast, kKind, false>::kBytes;
   return std::max({transition, scan, kCombineBytes<N>});
 }
 
@@ -1276,6 +1695,17 @@ Scan ReverseScan(const Wkv7BackwardCall& call, const Splits& splits) {
   return scan;
 }
 
+// The scan of a call of the delta rule.
+template <bool kReverse, typename Call>
+cudaError_t RunDelta(cudaStream_t stream, const Call& call, Scan scan, const Device& device) {
+  scan.a = call.k, scan.scale = call.scale, scan.beta = call.beta;
+  return ForHalfTypes<64, 128>(call.dtype, MatrixHeadSize(call.dims), [&](auto zero, auto size) {
+    using T = decltype(zero);
+    return call.head_decay ? RunScan<T, size(), kReverse, Kind::kHeadDelta>(stream, scan, device)
+                           : RunScan<T, size(), kReverse, Kind::kDelta>(stream, scan, device);
+  });
+}
+
 }  // namespace
 
 int64_t Wkv7ScanSharedMemory(Pass pass, Dtype dtype, int64_t head_size, Decay decay) {
@@ -1284,8 +1714,10 @@ int64_t Wkv7ScanSharedMemory(Pass pass, Dtype dtype, int64_t head_size, Decay de
   if (decay == Decay::kSigmoid)
     return head_size == 64 ? SharedMemory<Half, 64, Kind::kKeyed>(pass)
                            : SharedMemory<Half, 128, Kind::kBounded>(pass);
-  return head_size == 64 ? SharedMemory<Half, 64, Kind::kUnbounded>(pass)
-                         : SharedMemory<Half, 128, Kind::kUnbounded>(pass);
+  return head_size == 64 ? std::max(SharedMemory<Half, 64, Kind::kUnbounded>(pass),
+                                    SharedMemory<Half, 64, Kind::kDelta>(pass))
+                         : std::max(SharedMemory<Half, 128, Kind::kUnbounded>(pass),
+                                    SharedMemory<Half, 128, Kind::kDelta>(pass));
 }
 
 cudaError_t Wkv7Scan(cudaStream_t stream, const Wkv7ForwardCall& call, const Device& device,
@@ -1334,6 +1766,19 @@ cudaError_t Wkv7ReverseScan(cudaStream_t stream, const Wkv7KeyedBackwardCall& ca
     scan.parameters = call.parameters, scan.inverse = call.inverse;
     return RunScan<decltype(zero), size(), true, Kind::kKeyed>(stream, scan, device);
   });
+}
+
+cudaError_t Wkv7Scan(cudaStream_t stream, const Wkv7DeltaForwardCall& call, const Device& device,
+                     const Splits& splits) {
+  const Scan scan{call, call.initial_state, call.final_state, call.y, call.states, splits};
+  return RunDelta<false>(stream, call, scan, device);
+}
+
+cudaError_t Wkv7ReverseScan(cudaStream_t stream, const Wkv7DeltaBackwardCall& call,
+                            const Device& device, const Splits& splits, uint4* gradients) {
+  Scan scan = ReverseScan(call, splits);
+  scan.saved = gradients;
+  return RunDelta<true>(stream, call, scan, device);
 }
 
 cudaError_t RunTransition(cudaStream_t stream, const Wkv7TransitionCall& call) {

@@ -51,4 +51,22 @@ struct Wkv7KeyedBackwardCall : Wkv7BackwardCall {
   float* partials;
 };
 
+// WKV7 with operands of the delta rule, from which the kernels make those of WKV7 (`w` is g, the others of its
+// calls are stored nowhere):
+//
+//   r = scale q     k = beta k'     a = exp(g) k'     b = -beta k'
+//
+// `r` is q, `k` is k', and `a` and `b` are null. beta is [B, T, H]. If `head_decay`, g is float [B, T, H] and so is
+// its gradient. `scale` is one number. The gradients are those of these inputs.
+struct Wkv7DeltaForwardCall : Wkv7ForwardCall {
+  const float *scale, *beta;
+  bool head_decay;
+};
+
+struct Wkv7DeltaBackwardCall : Wkv7BackwardCall {
+  const float *scale, *beta;
+  bool head_decay;
+  float* dbeta;
+};
+
 }  // namespace rwkv_jax
