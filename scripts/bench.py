@@ -35,7 +35,7 @@ import jax
 import jax.numpy as jnp
 
 import rwkv_jax
-from benchmarking.operands import DIRECTIONS, RATES, Named, Operands, Shape, programs
+from benchmarking.operands import DIRECTIONS, RATES, Named, Operands, Shape, options_of, programs
 from benchmarking.report import Table, arguments, label_of, parse, shape_of, title, write_json
 from benchmarking.timing import Contestant, copy_gb_s, reason_of, seconds, time_in_turn
 
@@ -136,7 +136,8 @@ def rwkv_ops(kernel: str, op: str, shape: Shape) -> Program:
 
 def fla(op: str, shape: Shape) -> Program:
     """flash-linear-attention, which keeps the transpose of the state."""
-    generation = {"wkv7": "rwkv7", "wkv6": "rwkv6"}[op]
+    names = {"wkv7": "rwkv7", "wkv6": "rwkv6", "kimi_delta_attention": "kda"}
+    generation, options = names.get(op, op), {} if "delta" in op else {"scale": 1.0}
     torch, module = (
         importlib.import_module("torch"),
         importlib.import_module(f"fla.ops.{generation}"),
@@ -160,11 +161,11 @@ def fla(op: str, shape: Shape) -> Program:
 
     def forward(operands: Any) -> Any:
         with torch.no_grad():
-            return operator(**operands[0], scale=1.0, output_final_state=True), ()
+            return operator(**operands[0], **options, output_final_state=True), ()
 
     def backward(operands: Any) -> Any:
         leaves, cotangents = operands
-        results = operator(**leaves, scale=1.0, output_final_state=True)
+        results = operator(**leaves, **options, output_final_state=True)
         gradients = torch.autograd.grad(results, list(leaves.values()), cotangents)
         return results, zip(leaves, gradients, strict=True)
 
@@ -195,7 +196,7 @@ PEERS: dict[str, dict[str, tuple[str, Sequence[str], Callable[[str, Shape], Prog
     "gpu": {
         "rwkv-ops cuda": ("rwkv_ops", ["wkv7"], functools.partial(rwkv_ops, "cuda")),
         "rwkv-ops triton": ("rwkv_ops", ["wkv7"], functools.partial(rwkv_ops, "triton")),
-        "fla": ("fla", ["wkv7", "wkv6"], fla),
+        "fla": ("fla", ["wkv7", "wkv6", "gated_delta_rule", "kimi_delta_attention"], fla),
     },
 }
 """For each device, the peers: the module that must be installed, the operators that the peer has,
@@ -211,7 +212,7 @@ def contestants(args: argparse.Namespace, shape: Shape, operands: Operands) -> I
             note, failed = f"cannot run: {reason}", bool(args.implementations)
             yield Program(name, {"forward": note}, ours=True, failed=failed)
             continue
-        options = {"decay": args.decay, "implementation": name}
+        options = {"implementation": name, **options_of(operands.op, args.decay)}
         function = functools.partial(getattr(rwkv_jax, operands.op), **options)
         program = in_jax(name, args.decay, shape, function, ours=True)
         if name == "reference" and states > SCAN_LIMIT and not args.implementations:

@@ -69,6 +69,10 @@ class Operator:
     state: str = "SHVK"
     decays: tuple[str, ...] = ("log", "exp")
     """The forms of decay. The last one is that of the official models."""
+    rate: str = "w"
+    """The input that gives the decay."""
+    options: Sequence[str] = ("decay",)
+    """The option that says in which form, if there is one."""
 
 
 TOKENS = "BTHK"
@@ -78,6 +82,20 @@ OPERATORS = {
     "wkv5": Operator({"r": TOKENS, "w": "HK", "k": TOKENS, "v": TOKENS, "u": "HK"}),
     "wkv4": Operator({"w": "C", "u": "C", "k": "BTC", "v": "BTC"}, state="SC"),
 }
+OPERATORS |= {
+    op: Operator(
+        {"q": TOKENS, "k": TOKENS, "v": TOKENS, "g": axes, "beta": "BTH"},
+        decays=("log",),
+        rate="g",
+        options=(),
+    )
+    for op, axes in {"gated_delta_rule": "BTH", "kimi_delta_attention": TOKENS}.items()
+}
+
+
+def options_of(op: str, decay: str) -> dict[str, str]:
+    """The options of a public function, by name, that say what form of decay it gets."""
+    return dict.fromkeys(OPERATORS[op.removesuffix("_step")].options, decay)
 
 
 class WrongResult(Exception):
@@ -166,20 +184,29 @@ class Operands:
             return jax.random.uniform(next(keys), shape(name), minval=low, maxval=high)
 
         inputs: dict[str, Any] = {name: normal(name) for name in self.inputs}
-        rate = uniform("w", 0.005, 0.6)
+        w = OPERATORS[self.op.removesuffix("_step")].rate
+        rate = uniform(w, 0.005, 0.6)
         if self.rates == "normal":
-            rate = NORMAL[decay](inputs["w"])
+            rate = NORMAL[decay](inputs[w])
         elif self.rates != "model":
-            token = jnp.arange(self.sizes["T"]).reshape(-1, 1, 1)
+            token = jnp.arange(self.sizes["T"]).reshape(-1, *[1] * (rate.ndim - 2))
             rate = jnp.where(FORGETTING[self.rates](token), FORGETS, rate)
-        inputs["w"] = LOG_DECAY[decay](rate)
+        inputs[w] = LOG_DECAY[decay](rate)
+        if "q" in inputs:
+            for name in "qk":
+                inputs[name] /= jnp.linalg.norm(inputs[name], axis=-1, keepdims=True)
+            inputs["beta"] = jax.nn.sigmoid(inputs["beta"])
         if "r" in inputs:
             inputs["k"] /= math.sqrt(self.sizes["K"])
         if "a" in inputs:
             # `a` is minus the normalized removal key, `b` is that key times a learning rate.
             inputs["a"] /= -jnp.linalg.norm(inputs["a"], axis=-1, keepdims=True)
             inputs["b"] = -inputs["a"] * uniform("b", 0, 1)
-        inputs = {name: x.astype(self.dtype) for name, x in inputs.items()}
+        # One number for each head is float32, as in the models of the delta rule.
+        inputs = {
+            name: x if self.axes[name][-1] == "H" else x.astype(self.dtype)
+            for name, x in inputs.items()
+        }
         cotangents: dict[str, Any] = {"dy": normal("dy").astype(self.dtype)}
         state, dstate = self.state, f"d{self.final_state}"
         if "C" in self.axes[state]:
@@ -208,7 +235,8 @@ class Operands:
     def _expected(self, decay: str) -> dict[str, Any]:
         """The reference's results and gradients in float32, of the operands that the others repeat
         and that have been rounded to their dtype."""
-        options = {"decay": decay, "precision": "highest", "implementation": "reference"}
+        options = {"precision": "highest", "implementation": "reference"}
+        options |= options_of(self.op, decay)
         reference = functools.partial(getattr(rwkv_jax, self.op), **options)
         operands = jax.tree.map(lambda x: x.astype(jnp.float32), self.distinct(decay, 0))
         both = programs(reference, self.final_state)["forward+backward"]
@@ -217,7 +245,8 @@ class Operands:
     def implementations(self, decay: str) -> dict[str, rwkv_jax.Availability]:
         """What `rwkv_jax.implementations` says of this call."""
         inputs = [self.shapes[name] for name in self.inputs]
-        return rwkv_jax.implementations(self.op, *inputs, decay=decay, **self.packing)
+        options = options_of(self.op, decay)
+        return rwkv_jax.implementations(self.op, *inputs, **options, **self.packing)
 
     def sequential(self, decay: str, implementation: str | None) -> bool:
         """Whether an implementation computes one token at a time in float32. None stands for the
