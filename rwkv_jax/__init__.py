@@ -1,6 +1,7 @@
 """RWKV time-mixing operators for JAX.
 
-The operators are `wkv4`, `wkv5`, `wkv6` and `wkv7`; `wkv4_step` to `wkv7_step` compute one token.
+The operators are `wkv4`, `wkv5`, `wkv6` and `wkv7`, and of the delta-rule family
+`gated_delta_rule` and `kimi_delta_attention`; `wkv7_step` and its like compute one token.
 `implementations` says which implementation of an operator can run a given call. `build_info` says
 how the native kernels of this installation were built. `rwkv_jax.sharding` runs the operators on
 many devices. `rwkv_jax.models` has the language models of RWKV-4 to 7 and reads their checkpoints,
@@ -11,13 +12,15 @@ says how well a model predicts a text.
 # Arguments that all operators share
 
 The axes have these letters: B rows of a batch, T tokens, H heads, K key channels and V value
-channels of a head, C channels (of `wkv4`), S sequences of `cu_seqlens`.
+channels of a head, C channels (of `wkv4`), G heads of keys that several heads of values share, S
+sequences of `cu_seqlens`.
 
-**Inputs.** All inputs of a call share one dtype: float32, bfloat16 or float16. States are always
-float32, and so is all accumulation. `y` has the dtype of `v`. B, T, H and C may be 0.
+**Inputs.** All inputs of a call share one dtype: float32, bfloat16 or float16. (`g` and `beta` may
+be float32 beside others of 16 bits.) States are always float32, and so is all accumulation. `y` has
+the dtype of `v`. B, T, H and C may be 0.
 
 **`initial_state`** is the state before the first token of each row. If it is None, the operator
-starts from the state of no tokens, which is zero for `wkv5`, `wkv6` and `wkv7`.
+starts from the state of no tokens, which is zero for all but `wkv4`.
 
 **`segment_ids`**, integers [B, T], say which tokens of a row belong together. A segment is a run of
 tokens with the same id; the id 0 is padding. The first segment of a row continues from
@@ -61,6 +64,10 @@ from rwkv_jax._info import build_info as build_info
 from rwkv_jax._info import export_disabled_checks as export_disabled_checks
 from rwkv_jax._info import implementations as implementations
 from rwkv_jax._native import library as _library
+from rwkv_jax.gated_delta_rule import gated_delta_rule as gated_delta_rule
+from rwkv_jax.gated_delta_rule import gated_delta_rule_step as gated_delta_rule_step
+from rwkv_jax.kimi_delta_attention import kimi_delta_attention as kimi_delta_attention
+from rwkv_jax.kimi_delta_attention import kimi_delta_attention_step as kimi_delta_attention_step
 from rwkv_jax.wkv4 import Wkv4State as Wkv4State
 from rwkv_jax.wkv4 import wkv4 as wkv4
 from rwkv_jax.wkv4 import wkv4_step as wkv4_step

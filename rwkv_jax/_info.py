@@ -1,5 +1,6 @@
 """What this installation can do."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -8,7 +9,7 @@ from jax import export
 
 from rwkv_jax import _pallas
 from rwkv_jax._native import library
-from rwkv_jax._operator import check
+from rwkv_jax._operator import arguments, check
 from rwkv_jax._operator.call import Forward, Marks, Packing, Sequences
 from rwkv_jax._operator.dispatch import OTHER, PLATFORMS, platform_of
 from rwkv_jax._operator.operator import PUBLIC
@@ -75,8 +76,9 @@ def implementations(
         if not isinstance(x, jax.ShapeDtypeStruct):
             check.array(op, name, x)
     axes = signature.arguments(token=token, sequences=cu_seqlens is not None)
-    check.shapes(op, axes, given, states)
+    check.shapes(op, axes, given, [*states, *arguments.float32(signature, given)])
     inputs = {name: given[name] for name in signature.inputs}
+    inputs |= jax.eval_shape(functools.partial(arguments.with_all_heads, op, signature), inputs)
     sizes = signature.row_sizes(inputs)
     packing: Packing = None
     if cu_seqlens is not None:
@@ -84,7 +86,7 @@ def implementations(
     elif segment_ids is not None:
         # Implementations get a mark for each token; here the shape alone counts.
         packing = Marks(segments.checked(op, segment_ids, *sizes))
-    decay = signature.decays[-1] if decay is None else decay
+    decay = next(reversed(signature.decays), None) if decay is None else decay
     options = operator.options(decay, precision, None, token=token)
     if not isinstance(platform, str | None):
         raise TypeError(f"implementations: platform is {platform!r}; accepted are a name and None")

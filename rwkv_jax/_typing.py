@@ -8,6 +8,7 @@ Axes, each with one letter everywhere:
     K  key channels of a head          P  rows of a pool of states
     V  value channels of a head        M  words of marks in native kernels
     C  channels, of operators without heads
+    G  heads of keys that several heads of values share
     L  a second K, in a chunk transition
 
 Words, each with one meaning everywhere:

@@ -41,7 +41,7 @@ def shard(
     """The same function, computed by all devices of a mesh.
 
     Args:
-      operator: `wkv4` to `wkv7`, or one of their steps.
+      operator: a public operator such as `wkv7`, or its step.
       mesh: a `jax.sharding.Mesh` with axes of any type; the one that `jax.set_mesh` set if None.
       batch: mesh axes of B, such as "data" or ("replica", "data").
       heads: mesh axes of H, or of C for `wkv4`.
@@ -108,7 +108,7 @@ def sequence_parallel(operator: Fn, axis: str | tuple[str, ...]) -> Fn:
     """The same function, inside a `shard_map` whose devices have consecutive tokens along `axis`.
 
     Args:
-      operator: `wkv4` to `wkv7`.
+      operator: a public operator such as `wkv7`.
       axis: the mesh axes of T, of which the `shard_map` is manual.
 
     Returns:
@@ -158,7 +158,7 @@ def _checked(
     inputs = {name: given[name] for name in operator.signature.inputs}
     state = given["state" if token else "initial_state"]
     packing = (given.get(name) for name in ("segment_ids", "cu_seqlens", "active"))
-    choices = (given[name] for name in ("decay", "precision", "implementation"))
+    choices = (given.get(name) for name in ("decay", "precision", "implementation", "scale"))
     options = operator.options(*choices, token=token)
     return options, operator.operands(inputs, state, *packing, token=token)
 

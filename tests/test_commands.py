@@ -119,10 +119,10 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     monkeypatch.setattr(doctor, "_results", kept)
     text = command("doctor").out
     assert f"rwkv-jax  {rwkv_jax.__version__}".split() in [x.split() for x in text.splitlines()]
-    assert len(re.findall(r"  passed$", text, re.MULTILINE)) == 4
+    assert len(re.findall(r"  passed$", text, re.MULTILINE)) == 6
     monkeypatch.setattr(doctor, "_results", wrong)
     text = command("doctor", code=1).out
-    assert len(re.findall(r"  FAILED$", text, re.MULTILINE)) == 3
+    assert len(re.findall(r"  FAILED$", text, re.MULTILINE)) == 5
     assert f"{devices[0]} wkv4: RuntimeError: out of order" in text
     report = json.loads(command("doctor", "--json", code=1).out)
     assert report["packages"]["jax"] == jax.__version__

@@ -32,7 +32,7 @@ from support import harness, internals, language_models, layer_functions, models
 from support.cases import CU_SEQLENS, Arrays, Case
 from support.emulation import DEVICES, Call, Device, Emulation, needs_emulation
 from support.layer_functions import ELEMENTWISE, LAYER_FUNCTIONS
-from support.operators import OPERATORS, SEQUENCES, Run
+from support.operators import DELTA_RULES, OPERATORS, SEQUENCES, Run
 
 pytestmark = [needs_emulation, pytest.mark.slow]
 
@@ -88,7 +88,8 @@ def _check(
         suits = 0 < plan["shared_memory"] <= emulated.gpu.shared_memory
         assert suits == (plan["kernel"] == "matrix units"), plan
     padding = rows.get("segment_ids", np.ones(1)) == 0
-    for name in ("y", *(f"d{n}" for n in OPERATORS[op].timed)) if padding.any() else ():
+    timed = (OPERATORS | DELTA_RULES)[op].timed
+    for name in ("y", *(f"d{n}" for n in timed)) if padding.any() else ():
         assert not found[name][padding].any(), name
     return found
 
@@ -124,6 +125,23 @@ ALONE = [
     ("wkv7", Case(1, 70, 2, 16, decay="exp", regime="mixed"), EXACT, 1, 0.3),
     ("wkv7", Case(1, 133, 1, 32, dtype="float16", decay="log"), EXACT, 132, 0.7),
     ("wkv7", Case(1, 130, 1, 64, dtype="bfloat16"), EXACT, 132, 1),
+    ("gated_delta_rule", Case(1, 200, 2, 128, dtype="bfloat16", decay="log"), None, 132, 1),
+    ("gated_delta_rule", Case(1, 81, 4, 72, V=40, dtype="float16", decay="log"), None, 1, 1),
+    (
+        "gated_delta_rule",
+        Case(1, 37, 2, 128, V=64, dtype="float16", decay="log", regime="near 0"),
+        None,
+        132,
+        1,
+    ),
+    ("kimi_delta_attention", Case(1, 200, 2, 64, dtype="float16", decay="log"), None, 132, 1),
+    (
+        "kimi_delta_attention",
+        Case(1, 70, 2, 128, V=96, dtype="bfloat16", decay="log", regime="mixed"),
+        None,
+        1,
+        1,
+    ),
     ("wkv5", Case(1, 0, 2, 16, decay="log"), None, 132, 1),
     ("wkv6", Case(2, 1, 1, 32, decay="log"), None, 132, 1),
     ("wkv6", Case(2, 70, 2, 16, decay="exp", regime="mixed"), None, 1, 0.3),
@@ -187,6 +205,8 @@ def test_a_sequence_in_each_row(
         ("wkv7", Case(1, 130, 1, 64, dtype="bfloat16", decay="log", regime="steep"), "8.9"),
         ("wkv7", Case(1, 70, 2, 48, V=24, dtype="float16", decay="exp", regime="mixed"), "8.9"),
         ("wkv7", Case(1, 130, 1, 128, dtype="bfloat16"), "8.9"),
+        ("kimi_delta_attention", Case(1, 130, 2, 64, dtype="bfloat16", decay="log"), "8.9"),
+        ("gated_delta_rule", Case(1, 130, 2, 128, dtype="bfloat16", decay="log"), "8.0"),
         ("wkv7", Case(1, 130, 1, 128, dtype="float16", decay="exp", regime="mixed"), "8.0"),
     ],
     ids=str,
@@ -281,6 +301,18 @@ IDS = np.array(
         ("wkv7", Case(2, 130, 1, 64, decay="exp", regime="steep"), 132),
         ("wkv7", Case(2, 130, 2, 32, V=48, dtype="bfloat16"), 132),
         ("wkv7", Case(1, 81, 2, 72, V=64, dtype="float16", decay="exp", regime="steep"), 1),
+        ("gated_delta_rule", Case(2, 130, 2, 64, dtype="bfloat16", decay="log", regime="mixed"), 1),
+        ("kimi_delta_attention", Case(2, 130, 1, 64, dtype="bfloat16", decay="log"), 132),
+        (
+            "kimi_delta_attention",
+            Case(2, 130, 2, 64, dtype="bfloat16", decay="log", regime="mixed"),
+            1,
+        ),
+        (
+            "kimi_delta_attention",
+            Case(2, 81, 2, 128, dtype="float16", decay="log", regime="mixed"),
+            1,
+        ),
         ("wkv6", Case(2, 130, 1, 64, dtype="bfloat16", decay="exp"), 1),
         ("wkv6", Case(2, 130, 1, 64, dtype="bfloat16", decay="log", regime="mixed"), 2),
         ("wkv5", Case(2, 130, 1, 64, dtype="bfloat16", decay="exp"), 2),
@@ -408,6 +440,8 @@ SEVERAL = [
     ("wkv7", Case(1, 300, 1, 128, dtype="bfloat16"), 4, 1, None),
     ("wkv7", Case(1, 300, 1, 64, V=128, dtype="bfloat16"), 132, 1, None),
     ("wkv7", Case(1, 300, 2, 40, V=16, dtype="float16", decay="log", regime="mixed"), 1, 1, None),
+    ("gated_delta_rule", Case(1, 300, 2, 128, dtype="bfloat16", decay="log"), 1, 1, None),
+    ("kimi_delta_attention", Case(1, 300, 2, 64, dtype="bfloat16", decay="log"), 132, 1, None),
     ("wkv6", Case(1, 300, 2, 64, dtype="bfloat16", decay="log", regime="mixed"), 1, 1, None),
     ("wkv5", Case(1, 300, 1, 64, dtype="bfloat16", decay="log"), 1, 1, None),
     ("wkv6", Case(1, 300, 1, 64, decay="exp"), 132, 1, None),

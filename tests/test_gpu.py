@@ -32,7 +32,7 @@ from support import (
 from support.cases import Case
 from support.harness import ON_MATRIX_UNITS as OPS_ON_MATRIX_UNITS
 from support.harness import assert_right, check, expected, operands, results, value_and_gradients
-from support.operators import OPERATORS, SEQUENCES, STEPS, Run
+from support.operators import DELTA_RULES, OPERATORS, SEQUENCES, STEPS, Run
 
 ON_MATRIX_UNITS = [(op, size) for op, sizes in OPS_ON_MATRIX_UNITS.items() for size in sizes]
 
@@ -96,6 +96,49 @@ def test_heads_that_do_not_fill_a_kernel(
     ids = np.repeat([[1, 0, 2, 3], [4, 5, 5, 0]], [20, 9, 71, 50], axis=1)
     check(Run("wkv7", "ffi"), case, precision=None)
     check(Run("wkv7", "ffi"), case, precision=None, segment_ids=ids)
+
+
+def _delta_rule(B: int, T: int, H: int, K: int, **more: Any) -> Case:
+    return Case(B, T, H, K, decay="log", **{"dtype": "bfloat16", **more})
+
+
+@pytest.mark.parametrize("op", DELTA_RULES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(_delta_rule(2, t, 3, k) for t in (15, 16, 17, 63, 64, 65, 1000) for k in (64, 128)),
+        *(_delta_rule(1, 130, 4, k, dtype="float16") for k in (64, 128)),
+        *(_delta_rule(2, 150, 4, k, V=v) for k, v in ((16, 16), (64, 128), (128, 64), (24, 120))),
+        *(
+            _delta_rule(1, 130, 3, k, regime=regime)
+            for k in (64, 128)
+            for regime in ("steep", "near 0", "near 1", "mixed", "extreme")
+        ),
+        _delta_rule(1, 65, 300, 64),
+        _delta_rule(0, 65, 2, 64),
+        _delta_rule(1, 0, 2, 128),
+    ],
+    ids=str,
+)
+def test_delta_rules(op: str, case: Case) -> None:
+    check(Run(op, "ffi"), case, precision=None)
+
+
+@pytest.mark.parametrize("op", DELTA_RULES)
+@pytest.mark.parametrize("size", [64, 128])
+def test_delta_rules_with_packing(op: str, size: int) -> None:
+    ids = np.repeat([[1, 0, 2, 3], [4, 5, 5, 0]], [20, 9, 71, 50], axis=1)
+    check(Run(op, "ffi"), _delta_rule(2, 150, 4, size), precision=None, segment_ids=ids)
+    for cu in (cases.CU_SEQLENS, TRACED):
+        _check_sequences(op, _delta_rule(1, 300, 2, size), cu)
+
+
+@pytest.mark.parametrize("op", DELTA_RULES)
+def test_delta_rules_run_their_own_kernels(op: str) -> None:
+    inputs, cotangents = operands(op, _delta_rule(2, 65, 2, 64))
+    lowered = value_and_gradients.lower(Run(op, None), inputs, cotangents, precision=None)
+    own = {f"rwkv_{op}_{name}_v1" for name in ("fwd", "bwd")}
+    assert hlo.targets(lowered.compile().as_text()) == own
 
 
 @pytest.mark.parametrize("op", OPS_ON_MATRIX_UNITS)
@@ -201,13 +244,15 @@ def test_matrix_units_run_and_save_nothing_without_a_gradient(op: str) -> None:
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("size", [32, 64, 128])
-@pytest.mark.parametrize("op", ["wkv7", "wkv6", "wkv4"])
+@pytest.mark.parametrize("op", ["wkv7", "wkv6", "wkv4", *DELTA_RULES])
 @pytest.mark.parametrize(("batch", "precision"), [(8, "highest"), (8, None), (1, None)])
 def test_three_runs_on_a_full_gpu_are_bitwise_equal(
     batch: int, precision: str | None, op: str, dtype: str, size: int
 ) -> None:
     case = Case(batch, 300, 32, size, dtype=dtype)
-    arrays, decay = jax.device_put(operands(op, case)), OPERATORS[op].suited(case).decay
+    if op in DELTA_RULES:
+        case = dataclasses.replace(case, decay="log")
+    arrays, decay = jax.device_put(operands(op, case)), Run(op, None).operator.suited(case).decay
     options = {"decay": decay, "precision": precision}
     first, *others = [
         jax.device_get(value_and_gradients(Run(op, "ffi"), *arrays, **options)) for _ in range(3)
@@ -254,6 +299,15 @@ def others(r, w, k, v, *_):
     return jax.grad(loss, argnums=range(4))(r, w, k, v)
 
 @jax.jit
+def delta(q, w, k, v, *_):
+    def loss(q, w, k, v):
+        g, beta = -jnp.abs(w), jax.nn.sigmoid(w[..., 0])
+        y1, s1 = rwkv_jax.gated_delta_rule(q, k, v, g[..., 0], beta, implementation="ffi")
+        y2, s2 = rwkv_jax.kimi_delta_attention(q, k, v, g, beta, implementation="ffi")
+        return sum(jnp.sum(x.astype(jnp.float32) ** 2) for x in (y1, s1, y2, s2))
+    return jax.grad(loss, argnums=range(4))(q, w, k, v)
+
+@jax.jit
 def decode(state, *operands):
     for t in range(6):
         token = [x[:, t] for x in operands]
@@ -264,7 +318,7 @@ results = []
 for _ in range(4):  # captured, then replayed
     results.append(jax.device_get((
         gradients(*operands, state), gradients(*halves, state), decode(state, *operands),
-        others(*operands), others(*halves),
+        others(*operands), others(*halves), delta(*halves),
     )))
 for other in results[1:]:
     jax.tree.map(np.testing.assert_array_equal, results[0], other)

@@ -152,10 +152,16 @@ def _results(op: str, implementation: str, dtype: str, device: Any) -> dict[str,
         # As in the model: the negative of a unit vector, and the vector times a learning rate.
         unit = operands["a"] / np.linalg.norm(operands["a"], axis=-1, keepdims=True)
         operands |= {"a": -unit, "b": unit * rng.uniform(size=unit.shape)}
+    elif "beta" in operands:
+        length = np.linalg.norm(operands["k"], axis=-1, keepdims=True)
+        beta = rng.uniform(size=operands["beta"].shape)
+        operands |= {"k": operands["k"] / length, "g": -np.abs(operands["g"]), "beta": beta}
     inputs = {name: x.astype(dtype) for name, x in operands.items()}
     # The cotangent of each result is the beginning of these numbers.
     numbers = rng.standard_normal(_shape("BTHK")).astype(np.float32).ravel()
-    options = {"decay": signature.decays[-1], "implementation": implementation}
+    options = {"implementation": implementation}
+    if signature.decays:
+        options["decay"] = signature.decays[-1]
     sequence, step = getattr(rwkv_jax, op), getattr(rwkv_jax, f"{op}_step")
 
     @jax.jit

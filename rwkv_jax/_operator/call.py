@@ -48,12 +48,14 @@ class Options:
     precision: as the operator takes it, None made DEFAULT.
     implementation: the name of the only one to use, or None.
     save: whether the forward pass returns the states at chunk boundaries.
+    scale: what `y` is multiplied by, of operators that have this option; None for K^(-1/2).
     """
 
     decay: Any = None
     precision: lax.Precision = lax.Precision.DEFAULT
     implementation: str | None = None
     save: bool = False
+    scale: float | None = None
 
     @property
     def exact(self) -> bool:

@@ -135,6 +135,15 @@ def number(what: str, name: str, given: Any, least: int, most: int | None = None
         raise ValueError(f"{what}: {name} is {given}; accepted is {accepted}")
 
 
+def real(what: str, name: str, given: Any) -> float:
+    """`given` as a float: a finite number, known while a call is traced."""
+    if not isinstance(given, int | float | np.integer | np.floating) or isinstance(given, bool):
+        raise TypeError(f"{what}: {name} is {given!r}; accepted is a number")
+    if not np.isfinite(given):
+        raise ValueError(f"{what}: {name} is {given!r}; accepted is a finite number")
+    return float(given)
+
+
 def precision_of(op: str, value: Any) -> lax.Precision:
     try:
         return lax.Precision.DEFAULT if value is None else lax.Precision(value)

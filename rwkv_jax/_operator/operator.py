@@ -77,9 +77,10 @@ class Operator(Computation):
         decay: Any,
         precision: Any,
         implementation: Any,
+        scale: Any = None,
     ) -> tuple[Array, Any]:
         """`y` and the final state of whole sequences, from the arguments of a public function."""
-        options = self.options(decay, precision, implementation, token=False)
+        options = self.options(decay, precision, implementation, scale, token=False)
         operands = self.operands(inputs, initial_state, segment_ids, cu_seqlens, token=False)
         return self.results(*self.compute(options, operands, token=False))
 
@@ -91,18 +92,23 @@ class Operator(Computation):
         decay: Any,
         precision: Any,
         implementation: Any,
+        scale: Any = None,
     ) -> tuple[Array, Any]:
         """`y` and the next state of one token of each row, likewise."""
-        options = self.options(decay, precision, implementation, token=True)
+        options = self.options(decay, precision, implementation, scale, token=True)
         operands = self.operands(inputs, state, active=active, token=True)
         return self.results(*self.compute(options, operands, token=True))
 
-    def options(self, decay: Any, precision: Any, implementation: Any, *, token: bool) -> Options:
+    def options(
+        self, decay: Any, precision: Any, implementation: Any, scale: Any = None, *, token: bool
+    ) -> Options:
         op = self.public_name(token=token)
         if implementation is not None:
             check.choice(op, "implementation", implementation, self.implementations)
-        decay = check.choice(op, "decay", decay, self.signature.decays)
-        return Options(decay, check.precision_of(op, precision), implementation)
+        decay = check.choice(op, "decay", decay, self.signature.decays or (None,))
+        if scale is not None:
+            scale = check.real(op, "scale", scale)
+        return Options(decay, check.precision_of(op, precision), implementation, scale=scale)
 
     def operands(
         self,

@@ -33,13 +33,17 @@ class Signature:
       is a parameter that the whole batch shares.
     y: the input whose axes and dtype the output has.
     state: the axes of each part of the state.
-    decays: the forms in which the operator takes `w`, last that of the official models.
+    decays: the forms in which the operator takes `w`, last that of the official models; none if it
+      has no such option.
     identity_token: the inputs of a token that changes no state, bit for bit: a number for each form
       of decay, and 0 for inputs that are not named. None if there are no such inputs.
     state_type: makes the state that callers see of its parts, where there are several.
     empty: the number that a part of the state holds before any token, where that is not 0.
     per_head: parameters [H, K] that callers may give as [H, 1]. Inputs with T are not among them.
     float32_checkpoints: whether saved states are float32 whatever the dtype of the inputs.
+    float32: inputs that may be float32 whatever the dtype of the others.
+    grouped: inputs of which callers may give fewer heads, G, where H is a multiple of G. Each is
+      then that of H / G heads one after another.
     """
 
     name: str
@@ -52,6 +56,8 @@ class Signature:
     empty: Mapping[str, float] = field(default_factory=dict)
     per_head: frozenset[str] = frozenset()
     float32_checkpoints: bool = False
+    float32: frozenset[str] = frozenset()
+    grouped: frozenset[str] = frozenset()
 
     @functools.cached_property
     def per_token(self) -> tuple[str, ...]:
@@ -85,10 +91,12 @@ class Signature:
         letter = "S" if sequences else "B"
         state = {self.part(x, token=token): y for x, y in self.state.items()}
         state = {name: axes.replace("B", letter) for name, axes in state.items()}
-        return self.given_inputs(token=token) | state
+        inputs = self.given_inputs(token=token)
+        inputs |= {name: inputs[name].replace("H", "G") for name in inputs if name in self.grouped}
+        return inputs | state
 
     def given_inputs(self, *, token: bool) -> Axes:
-        """The axes of the inputs as callers give them: of whole sequences or of one token."""
+        """The axes of checked inputs: of whole sequences or of one token."""
         return dict(self.tokens if token else self.inputs)
 
     def given_axes(self, operands: Forward, *, token: bool) -> Forward[str]:

@@ -214,6 +214,24 @@ def wkv5(case: Case) -> tuple[Arrays, Arrays]:
     return wkv6(case, constant=True)
 
 
+def delta_rule(case: Case, *, by_head: bool) -> tuple[Arrays, Arrays]:
+    """The operands of `rwkv_jax.gated_delta_rule`, or of `rwkv_jax.kimi_delta_attention`, as
+    `wkv7`: keys of unit length, and half as many heads of them where their number is even."""
+    rng = np.random.default_rng([case.seed, case.B, case.T, case.H, case.K])
+    given, cotangents = wkv7(case)
+    heads = case.B, case.T, case.H
+    groups = slice(0, case.H, 2 if case.H % 2 == 0 else 1)
+    inputs = {
+        "q": given["r"][:, :, groups],
+        "k": -given["a"][:, :, groups],
+        "v": given["v"],
+        "g": decays(case, rng, heads if by_head else (*heads, case.K)),
+        "beta": rng.uniform(0, 1, heads),
+    }
+    inputs = {name: x.astype(DTYPES[case.dtype]) for name, x in inputs.items()}
+    return inputs | {n: x for n, x in given.items() if n == "initial_state"}, cotangents
+
+
 def wkv4(case: Case) -> tuple[Arrays, Arrays]:
     """The operands of `rwkv_jax.wkv4`, with the parts of the state by their names, in H * K
     channels; keys that are large where decays are extreme. (Larger ones would leave a weight fewer

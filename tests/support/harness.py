@@ -16,7 +16,7 @@ from jax.sharding import AxisType
 import rwkv_jax
 from support import internals, tolerance
 from support.cases import Arrays, Case
-from support.operators import OPERATORS, Operator, Run, flat
+from support.operators import DELTA_RULES, Operator, Run, flat
 
 ON_MATRIX_UNITS: dict[str, tuple[int, ...]] = dict.fromkeys(("wkv7", "wkv6", "wkv5"), (64, 128))
 """The head sizes that have CUDA kernels on matrix units. Those of WKV7 take others too."""
@@ -28,7 +28,7 @@ def operands(
     """Inputs and cotangents of a case in the form of decay that the operator takes. Padding, which
     is where `segment_ids` are 0 or rows not `active`, is NaN. With `cu_seqlens` each sequence has
     states of its own."""
-    own = OPERATORS[op]
+    own = Run(op, None).operator
     inputs, cotangents = own.make(own.suited(case))
     if cu_seqlens is not None:
         each = Case(len(cu_seqlens) - 1, 1, case.H, case.K, V=case.V, state=case.state)
@@ -127,7 +127,7 @@ def expected(
 ) -> dict[str, np.ndarray]:
     """Results and gradients by the oracle; of packed rows from each segment, or each sequence, on
     its own, and zeros for tokens of none."""
-    own = OPERATORS[op]
+    own = Run(op, None).operator
     decay = decay or own.decays[-1]
     if segment_ids is not None:
         return _from_pieces(own, inputs, cotangents, decay, _segments(segment_ids))
@@ -171,12 +171,17 @@ def ceilings(
     run: Run, inputs: Arrays, *, precision: str | None = "highest", **options: Any
 ) -> dict[str, float]:
     """How far each result and gradient of a call may be from the oracle."""
+    is_delta_rule = run.op in DELTA_RULES
+    if is_delta_rule:
+        options.pop("decay", None)
     can = rwkv_jax.implementations(run.op, *inputs.values(), precision=precision, **options)
     on_gpu = jax.default_backend() == "gpu"
     on_matrix_units = on_gpu and suits_matrix_units(run.op, inputs, precision=precision, **options)
     chosen = run.implementation or next(name for name, x in can.items() if x.available)
+    # Of the delta rule the operands of WKV7 are rounded, which are products.
+    rounds = on_matrix_units or (is_delta_rule and precision != "highest")
     kind = {
-        "sequential": chosen == "reference" or (chosen == "ffi" and not on_matrix_units),
+        "sequential": chosen == "reference" or (chosen == "ffi" and not rounds),
         "highest": precision == "highest",
     }
     names = (*run.operator.results, *(f"d{name}" for name in inputs))
@@ -191,7 +196,7 @@ def suits_matrix_units(op: str, inputs: Arrays, *, precision: str | None, **_: A
     if k.dtype == np.float32 or precision == "highest" or k.shape[1] < internals.TILE:
         return False
     sizes = {k.shape[-1], inputs["v"].shape[-1]}
-    if op == "wkv7":
+    if op == "wkv7" or op in DELTA_RULES:
         return all(16 <= size <= 128 and size % 8 == 0 for size in sizes)
     return len(sizes) == 1 and sizes <= {*ON_MATRIX_UNITS.get(op, ())}
 

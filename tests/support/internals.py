@@ -170,7 +170,8 @@ def targets(op: str, *passes: str) -> set[str]:
 
 
 def other_targets(platform: str = "cuda") -> set[str]:
-    """The native targets of layer functions and of losses, which are for CUDA, and of models."""
+    """The native targets of forms of WKV7, layer functions and losses, which are for CUDA, and of
+    models."""
     if platform == "cpu":
         return {_row_product.TARGET}
     functions = (
@@ -179,10 +180,12 @@ def other_targets(platform: str = "cuda") -> set[str]:
         projected_read_out.RESTORING,
     )
     of_layers = {target for function in functions for target in function.targets}
-    of_layers |= {*keyed_wkv7.TARGETS.values()}
+    of_forms = {*keyed_wkv7.TARGETS.values()}
+    for op in ("gated_delta_rule", "kimi_delta_attention"):
+        of_forms |= {f"rwkv_{op}_{name}_v1" for name in ("fwd", "bwd")}
     of_products = {*feed_forward.TARGETS.values(), *low_rank.TARGETS.values(), low_rank_maps.TARGET}
     losses = {of_losses.OF_LOGITS, of_losses.OF_HIDDEN_STATES}
-    return of_layers | of_products | losses | {*block_step.TARGETS}
+    return of_layers | of_forms | of_products | losses | {*block_step.TARGETS}
 
 
 def layer_constants() -> dict[str, float]:

@@ -46,7 +46,10 @@ class Operator:
 
 def flat(op: str, function: Callable[..., Any]) -> Callable[..., tuple[jax.Array, ...]]:
     """`function`, which has the arguments of the operator `op`, as that is called in tests: with
-    the parts of the state of WKV4 as arguments and results of their own."""
+    the parts of the state of WKV4 as arguments and results of their own, and with a form of decay,
+    which the delta rule does not have."""
+    if "delta" in op:
+        return lambda *operands, decay="log", **named: function(*operands, **named)
     if not op.startswith("wkv4"):
         return function
     form = "{}" if op.endswith("step") else "initial_{}"
@@ -110,6 +113,24 @@ STEPS = {
 
 OPERATORS = SEQUENCES | STEPS
 
+
+def _delta_rule(name: str, *, by_head: bool) -> Operator:
+    return Operator(
+        flat(name, getattr(rwkv_jax, name)),
+        oracle.delta_rule,
+        functools.partial(cases.delta_rule, by_head=by_head),
+        cases=(),
+        inputs=("q", "k", "v", "g", "beta"),
+        decays=("log",),
+    )
+
+
+DELTA_RULES = {
+    "gated_delta_rule": _delta_rule("gated_delta_rule", by_head=True),
+    "kimi_delta_attention": _delta_rule("kimi_delta_attention", by_head=False),
+}
+"""Those of the delta rule, forms of WKV7, which have a file of tests of their own."""
+
 IMPLEMENTATIONS = ("ffi", "pallas", "xla", "reference")
 
 
@@ -117,11 +138,13 @@ def available(
     name: str, case: Case, platform: str | None = None, **packing: np.ndarray
 ) -> list[str]:
     """The implementations that can run a case on a platform, the default backend's if None."""
-    operator = OPERATORS[name]
+    operator = Run(name, None).operator
     case = operator.suited(case)
     made, _ = operator.make(case)
     inputs = (made[n] for n in operator.inputs)
-    options: dict[str, Any] = {"decay": case.decay, "platform": platform, **packing}
+    options: dict[str, Any] = {"platform": platform, **packing}
+    if name not in DELTA_RULES:
+        options["decay"] = case.decay
     can = rwkv_jax.implementations(name, *inputs, **options)
     return [implementation for implementation, x in can.items() if x.available]
 
@@ -134,7 +157,7 @@ class Run(NamedTuple):
 
     @property
     def operator(self) -> Operator:
-        return OPERATORS[self.op]
+        return (OPERATORS | DELTA_RULES)[self.op]
 
     @property
     def names(self) -> tuple[str, ...]:

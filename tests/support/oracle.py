@@ -121,6 +121,61 @@ def wkv6(inputs: Arrays, form: str, cotangents: Arrays | None = None) -> dict[st
     return results | gradients
 
 
+def delta_rule(
+    inputs: Arrays, form: str, cotangents: Arrays | None = None, *, scale: float | None = None
+) -> dict[str, Array]:
+    """As `wkv7`. `g` [B, T, H] or [B, T, H, K] is the log decay; heads of `q` and `k` may serve
+    several heads of `v`."""
+    inputs = {name: np.asarray(x, np.float64) for name, x in inputs.items()}
+    v, beta = inputs["v"], inputs["beta"]
+    repeats = v.shape[2] // inputs["q"].shape[2]
+    q, k = (np.repeat(inputs[name], repeats, axis=2) for name in "qk")
+    by_head = inputs["g"].ndim < k.ndim
+    g = inputs["g"][..., None] + np.zeros(k.shape) if by_head else inputs["g"]
+    alpha = decay(form, g)[0]
+    factor = k.shape[-1] ** -0.5 if scale is None else scale
+    tokens, y = v.shape[1], np.zeros(v.shape)
+    states = np.zeros((tokens + 1, v.shape[0], *v.shape[2:], k.shape[-1]))
+    states[0] = inputs.get("initial_state", 0.0)
+    error = np.zeros(v.shape)
+    for t in range(tokens):
+        decayed = states[t] * alpha[:, t, :, None, :]
+        error[:, t] = v[:, t] - _matvec(decayed, k[:, t])
+        states[t + 1] = decayed + _outer(beta[:, t, :, None] * error[:, t], k[:, t])
+        y[:, t] = factor * _matvec(states[t + 1], q[:, t])
+    results = {"y": y, "final_state": states[tokens]}
+    if cotangents is None:
+        return results
+
+    dy = factor * np.asarray(cotangents["dy"], np.float64)
+    dstate = np.asarray(cotangents["dfinal_state"], np.float64)
+    gradients = {name: np.zeros(x.shape) for name, x in zip("qkvg", (q, k, v, k), strict=True)}
+    dbeta = np.zeros(beta.shape)
+    for t in reversed(range(tokens)):
+        dstate = dstate + _outer(dy[:, t], q[:, t])
+        decayed = states[t] * alpha[:, t, :, None, :]
+        gradients["q"][:, t] = _matvec(np.swapaxes(states[t + 1], -1, -2), dy[:, t])
+        written = _matvec(dstate, k[:, t])
+        dbeta[:, t] = np.sum(written * error[:, t], axis=-1)
+        dvalue = beta[:, t, :, None] * written
+        gradients["v"][:, t] = dvalue
+        wrote = beta[:, t, :, None] * error[:, t]
+        gradients["k"][:, t] = _matvec(np.swapaxes(dstate, -1, -2), wrote)
+        gradients["k"][:, t] -= _matvec(np.swapaxes(decayed, -1, -2), dvalue)
+        dstate = dstate - _outer(dvalue, k[:, t])
+        gradients["g"][:, t] = np.sum(dstate * decayed, axis=-2)
+        dstate = dstate * alpha[:, t, :, None, :]
+    for name in "qk":
+        grouped = *inputs[name].shape[:3], repeats, k.shape[-1]
+        gradients[name] = np.sum(gradients[name].reshape(grouped), axis=3)
+    if by_head:
+        gradients["g"] = np.sum(gradients["g"], axis=-1)
+    gradients |= {"beta": dbeta}
+    if "initial_state" in inputs:
+        gradients["initial_state"] = dstate
+    return results | {f"d{name}": x for name, x in gradients.items()}
+
+
 def wkv5(inputs: Arrays, form: str, cotangents: Arrays | None = None) -> dict[str, Array]:
     """`wkv6` with the same `w` [H, K] for all tokens."""
     everywhere = np.broadcast_to(np.asarray(inputs["w"], np.float64), inputs["r"].shape)

@@ -1,0 +1,101 @@
+"""The CUDA kernels of WKV7 on matrix units that make its operands where they need them.
+
+What they do not take is made into a call of WKV7 by XLA.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from rwkv_jax._native import library
+from rwkv_jax._native.kernels import HEAD_SIZES, NativeKernels
+from rwkv_jax._operator import check
+from rwkv_jax._operator.call import Arrays, Backward, Forward, Gradients, Operands, Options, Result
+from rwkv_jax._operator.form import Form
+from rwkv_jax._operator.signature import Signature
+from rwkv_jax.wkv7.operator import SIGNATURE as WKV7
+
+
+@dataclass(frozen=True, eq=False)
+class DeltaKernels(Form):
+    """The native implementation of a form of WKV7 with the inputs of the delta rule.
+
+    signature: that of the form.
+    """
+
+    signature: Signature
+
+    def __post_init__(self) -> None:
+        library.register_export_targets(*(self._target(name) for name in ("fwd", "bwd")))
+
+    def forward(self, options: Options, platform: str, operands: Forward) -> Result:
+        if not self._suits(options, platform, operands):
+            return super().forward(options, platform, operands)
+        tensors, floats = self._apart(operands.inputs)
+        results, given, attributes, result = self._kernels.forward_call(
+            *self._call(options, platform, operands, tensors)
+        )
+        behind = *floats.values(), self._scale(options, operands)
+        return result(library.call(self._target("fwd"), results, *given, *behind, **attributes))
+
+    def backward(self, options: Options, platform: str, operands: Backward) -> Gradients:
+        if not self._suits(options, platform, operands):
+            return super().backward(options, platform, operands)
+        tensors, floats = self._apart(operands.inputs)
+        results, given, attributes, gradients = self._kernels.backward_call(
+            *self._call(options, platform, operands, tensors)
+        )
+        behind = *floats.values(), self._scale(options, operands)
+        of_floats = [(x.shape, x.dtype) for x in floats.values()]
+        target = self._target("bwd")
+        found = library.call(target, [*results, *of_floats], *given, *behind, **attributes)
+        last = dict(zip(floats, found[len(results) :], strict=True))
+        of_tensors = gradients(found[: len(results)])
+        return dataclasses.replace(
+            of_tensors,
+            inputs={
+                name: dx.astype(operands.inputs[name].dtype)
+                for name, dx in (of_tensors.inputs | last).items()
+            },
+        )
+
+    def _target(self, name: str) -> str:
+        return f"rwkv_{self.signature.name}_{name}_v1"
+
+    @property
+    def _kernels(self) -> NativeKernels:
+        """Of the inputs that share a dtype. They are planned as those of WKV7 are."""
+        axes = self.signature.inputs
+        tensors = {name: axes[name] for name in axes if "K" in axes[name] or "V" in axes[name]}
+        return NativeKernels(dataclasses.replace(WKV7, inputs=tensors), head_sizes=HEAD_SIZES)
+
+    def _suits(self, options: Options, platform: str, operands: Operands) -> bool:
+        """Whether kernels on matrix units compute both passes."""
+        inputs = operands.inputs
+        sizes = self.signature.sizes(inputs)
+        if platform != "cuda" or options.exact or check.symbolic(sizes, "BTH"):
+            return False
+        if inputs["v"].dtype == jnp.float32 or 0 in sizes.values():
+            return False
+        call = self._call(options, platform, operands, self._apart(inputs)[0])
+        return not any(self._kernels.why_by_token(*call))
+
+    def _apart(self, inputs: Arrays) -> tuple[Arrays, Arrays]:
+        """The tensors, of the dtype of the values, and the inputs [B, T, H], of float32."""
+        names = self._kernels.signature.inputs
+        tensors = {name: inputs[name].astype(inputs["v"].dtype) for name in names}
+        others = (name for name in self.signature.inputs if name not in names)
+        return tensors, {name: inputs[name].astype(jnp.float32) for name in others}
+
+    def _call(
+        self, options: Options, platform: str, operands: Any, tensors: Mapping[str, Any]
+    ) -> tuple[Options, str, Any]:
+        options = dataclasses.replace(options, decay=self.decay)
+        return options, platform, dataclasses.replace(operands, inputs=dict(tensors))
+
+    def _scale(self, options: Options, operands: Operands) -> Any:
+        size = operands.inputs["q"].shape[-1]
+        return jnp.full(1, size**-0.5 if options.scale is None else options.scale, jnp.float32)
