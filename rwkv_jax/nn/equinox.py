@@ -1,12 +1,15 @@
-"""RWKV layers of all generations for Equinox, with the official initialisation.
+"""RWKV and delta-rule layers for Equinox, with the official initialisation.
 
 `params` of each layer is a parameter tree of `rwkv_jax.models.rwkv7`, or of another generation. The
 `Config` that a layer is made with says of which. The docstring of that module describes what the
-layers compute, their modes and dtypes. As usual in Equinox, inputs and states have no batch axis:
-use `jax.vmap`.
+layers compute, their modes and dtypes. `GatedDeltaNet` and `KimiDeltaAttention` are those of
+`rwkv_jax.layers.gated_delta_net` and `kimi_delta_net`. As usual in Equinox, inputs and states have
+no batch axis: use `jax.vmap`.
 """
 
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any, ClassVar, TypeVar
 
 import equinox as eqx
 import jax
@@ -16,13 +19,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int, Key
 
 from rwkv_jax._typing import Operand
+from rwkv_jax.layers import DeltaNetState, gated_delta_net, kimi_delta_net
 from rwkv_jax.models._arguments import check_tokens
 from rwkv_jax.models._generations import generation_of
 from rwkv_jax.models._kernels import Kernels, chosen
 from rwkv_jax.models._model import Generation
 from rwkv_jax.models._recomputation import Recompute
 from rwkv_jax.models._trees import Params, State, TimeMixState
-from rwkv_jax.nn._arguments import of_model
+from rwkv_jax.nn._arguments import of_layer, of_model
 
 Tree = TypeVar("Tree")
 
@@ -156,3 +160,95 @@ class RWKV(eqx.Module):
                 recompute=self.recompute,
             )
         )
+
+
+class _DeltaNet(eqx.Module):
+    """A layer of the delta rule, whose functions are those of `layer`."""
+
+    layer: ClassVar[ModuleType]
+
+    params: Any
+    config: Any = eqx.field(static=True)
+    implementation: str | None = eqx.field(static=True)
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        params: Any,
+        implementation: str | None,
+        key: Key[Array, ""] | None,
+    ):
+        self.params = of_layer(type(self).__name__, self.layer, config, params, key=key)
+        self.config = config
+        self.implementation = implementation
+
+    def __call__(
+        self,
+        x: Float[Array, "*T C"],
+        state: DeltaNetState | None = None,
+        *,
+        segment_ids: Int[Operand, "*T"] | None = None,
+    ) -> tuple[Float[Array, "*T C"], DeltaNetState]:
+        """`apply` of a sequence [T, C] or a token [C]: the output and the next state."""
+        x, state, segment_ids = _batch((x, state, segment_ids))
+        return _unbatch(
+            self.layer.apply(
+                self.params,
+                x,
+                state,
+                config=self.config,
+                segment_ids=segment_ids,
+                implementation=self.implementation,
+            )
+        )
+
+
+class GatedDeltaNet(_DeltaNet):
+    """The layer `rwkv_jax.layers.gated_delta_net`, as Qwen3-Next has it.
+
+    Its parameters are `params`, such as those of `gated_delta_net.from_tensors`, or float32 ones
+    with the initialisation of Qwen3-Next from `key`. `layer(x, state, segment_ids=...)` is
+    `gated_delta_net.apply` of a single row: the output and the next state.
+
+    Raises:
+      TypeError: `config` is of another layer; or both `params` and `key` are None, or neither is.
+      ValueError: `params` have other names or shapes than those of `config`.
+    """
+
+    layer = gated_delta_net
+
+    def __init__(
+        self,
+        config: gated_delta_net.Config,
+        *,
+        params: Mapping[str, Any] | None = None,
+        implementation: str | None = None,
+        key: Key[Array, ""] | None = None,
+    ):
+        super().__init__(config, params=params, implementation=implementation, key=key)
+
+
+class KimiDeltaAttention(_DeltaNet):
+    """The layer `rwkv_jax.layers.kimi_delta_net`, as Kimi Linear has it.
+
+    Its parameters are `params`, such as those of `kimi_delta_net.from_tensors`, or float32 ones
+    with the initialisation of Kimi Linear from `key`. `layer(x, state, segment_ids=...)` is
+    `kimi_delta_net.apply` of a single row: the output and the next state.
+
+    Raises:
+      TypeError: `config` is of another layer; or both `params` and `key` are None, or neither is.
+      ValueError: `params` have other names or shapes than those of `config`.
+    """
+
+    layer = kimi_delta_net
+
+    def __init__(
+        self,
+        config: kimi_delta_net.Config,
+        *,
+        params: Mapping[str, Any] | None = None,
+        implementation: str | None = None,
+        key: Key[Array, ""] | None = None,
+    ):
+        super().__init__(config, params=params, implementation=implementation, key=key)

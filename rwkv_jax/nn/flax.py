@@ -1,11 +1,14 @@
-"""RWKV layers of all generations for Flax NNX, with the official initialisation.
+"""RWKV and delta-rule layers for Flax NNX, with the official initialisation.
 
 `params` of each layer is a parameter tree of `rwkv_jax.models.rwkv7`, or of another generation,
 with an `nnx.Param` at each leaf. The `Config` that a layer is made with says of which. The
-docstring of that module describes what the layers compute, their modes and dtypes.
+docstring of that module describes what the layers compute, their modes and dtypes. `GatedDeltaNet`
+and `KimiDeltaAttention` are those of `rwkv_jax.layers.gated_delta_net` and `kimi_delta_net`.
 """
 
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +18,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int
 
 from rwkv_jax._typing import Operand
+from rwkv_jax.layers import DeltaNetState, gated_delta_net, kimi_delta_net
 from rwkv_jax.models._generations import generation_of
 from rwkv_jax.models._kernels import Kernels, chosen
 from rwkv_jax.models._parameters import arrays as arrays
 from rwkv_jax.models._recomputation import Recompute
 from rwkv_jax.models._trees import Params, State, TimeMixState
-from rwkv_jax.nn._arguments import of_model
+from rwkv_jax.nn._arguments import of_layer, of_model
 
 Tree = TypeVar("Tree")
 
@@ -130,3 +134,90 @@ class RWKV(nnx.Module):
             kernels=self.kernels,
             recompute=self.recompute,
         )
+
+
+class _DeltaNet(nnx.Module):
+    """A layer of the delta rule, whose functions are those of `layer`."""
+
+    layer: ClassVar[ModuleType]
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        params: Any,
+        implementation: str | None,
+        rngs: nnx.Rngs | None,
+    ):
+        key = None if rngs is None else rngs.params()
+        name = type(self).__name__
+        self.params = parameters(of_layer(name, self.layer, config, params, rngs=key))
+        self.config = config
+        self.implementation = implementation
+
+    def __call__(
+        self,
+        x: Float[Array, "B *T C"],
+        state: DeltaNetState | None = None,
+        *,
+        segment_ids: Int[Operand, " B *T"] | None = None,
+    ) -> tuple[Float[Array, "B *T C"], DeltaNetState]:
+        """`apply` of a sequence [B, T, C] or a token [B, C]: the output and the next state."""
+        return self.layer.apply(
+            arrays(self.params),
+            x,
+            state,
+            config=self.config,
+            segment_ids=segment_ids,
+            implementation=self.implementation,
+        )
+
+
+class GatedDeltaNet(_DeltaNet):
+    """The layer `rwkv_jax.layers.gated_delta_net`, as Qwen3-Next has it.
+
+    Its parameters are `params`, such as those of `gated_delta_net.from_tensors`, or float32 ones
+    with the initialisation of Qwen3-Next from `rngs`. `layer(x, state, segment_ids=...)` is
+    `gated_delta_net.apply`: the output and the next state.
+
+    Raises:
+      TypeError: `config` is of another layer; or both `params` and `rngs` are None, or neither is.
+      ValueError: `params` have other names or shapes than those of `config`.
+    """
+
+    layer = gated_delta_net
+
+    def __init__(
+        self,
+        config: gated_delta_net.Config,
+        *,
+        params: Mapping[str, Any] | None = None,
+        implementation: str | None = None,
+        rngs: nnx.Rngs | None = None,
+    ):
+        super().__init__(config, params=params, implementation=implementation, rngs=rngs)
+
+
+class KimiDeltaAttention(_DeltaNet):
+    """The layer `rwkv_jax.layers.kimi_delta_net`, as Kimi Linear has it.
+
+    Its parameters are `params`, such as those of `kimi_delta_net.from_tensors`, or float32 ones
+    with the initialisation of Kimi Linear from `rngs`. `layer(x, state, segment_ids=...)` is
+    `kimi_delta_net.apply`: the output and the next state.
+
+    Raises:
+      TypeError: `config` is of another layer; or both `params` and `rngs` are None, or neither is.
+      ValueError: `params` have other names or shapes than those of `config`.
+    """
+
+    layer = kimi_delta_net
+
+    def __init__(
+        self,
+        config: kimi_delta_net.Config,
+        *,
+        params: Mapping[str, Any] | None = None,
+        implementation: str | None = None,
+        rngs: nnx.Rngs | None = None,
+    ):
+        super().__init__(config, params=params, implementation=implementation, rngs=rngs)
