@@ -4,6 +4,7 @@ What they do not take is made into a call of WKV7 by XLA.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -65,7 +66,7 @@ class DeltaKernels(Form):
     def _target(self, name: str) -> str:
         return f"rwkv_{self.signature.name}_{name}_v1"
 
-    @property
+    @functools.cached_property
     def _kernels(self) -> NativeKernels:
         """Of the inputs that share a dtype. They are planned as those of WKV7 are."""
         axes = self.signature.inputs
@@ -97,5 +98,4 @@ class DeltaKernels(Form):
         return options, platform, dataclasses.replace(operands, inputs=dict(tensors))
 
     def _scale(self, options: Options, operands: Operands) -> Any:
-        size = operands.inputs["q"].shape[-1]
-        return jnp.full(1, size**-0.5 if options.scale is None else options.scale, jnp.float32)
+        return jnp.full(1, options.scale_of(operands.inputs["q"].shape[-1]), jnp.float32)

@@ -23,16 +23,12 @@ def step(options: Options, inputs: Arrays, state: Arrays) -> tuple[Array, Arrays
     s = state["state"] * jnp.exp(_of_channels(g, k))[:, :, None]
     error = beta[..., None] * (v - _apply(s, k))
     s = s + error[..., None] * k[:, :, None]
-    y = _scale(options, q) * _apply(s, q)
+    y = options.scale_of(q.shape[-1]) * _apply(s, q)
     return y.astype(inputs["v"].dtype), {"state": s}
 
 
 def _apply(state: Array, x: Array) -> Array:
     return jnp.einsum("bhvk,bhk->bhv", state, x, precision=lax.Precision.HIGHEST)
-
-
-def _scale(options: Options, q: Array) -> float:
-    return q.shape[-1] ** -0.5 if options.scale is None else options.scale
 
 
 def _of_channels(g: Array, k: Array) -> Array:
@@ -44,7 +40,7 @@ def as_wkv7(options: Options, inputs: Arrays) -> Arrays:
     """The inputs of WKV7, in the dtype of the values unless nothing may be rounded."""
     q, k, v, g, beta = (inputs[name].astype(jnp.float32) for name in ("q", "k", "v", "g", "beta"))
     g, written = _of_channels(g, k), beta[..., None] * k
-    made = {"r": _scale(options, q) * q, "w": g, "k": written, "v": v}
+    made = {"r": options.scale_of(q.shape[-1]) * q, "w": g, "k": written, "v": v}
     made |= {"a": jnp.exp(g) * k, "b": -written}
     dtype = jnp.float32 if options.exact else inputs["v"].dtype
     return {name: x.astype(dtype) for name, x in made.items()}

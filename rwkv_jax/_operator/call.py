@@ -57,6 +57,9 @@ class Options:
     save: bool = False
     scale: float | None = None
 
+    def scale_of(self, key_size: int) -> float:
+        return key_size**-0.5 if self.scale is None else self.scale
+
     @property
     def exact(self) -> bool:
         """Whether 16-bit operands, too, are computed in float32."""

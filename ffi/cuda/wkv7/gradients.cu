@@ -342,11 +342,11 @@ class ChunkGradients {
         part(group % L::kParts),
         half(part / (L::kParts / 2)) {}
 
-  // Finds the chunk and the head of a block. Returns false if the block has nothing to do.
-  __device__ __forceinline__ bool Find(unsigned block) {
+  // Finds the chunk and the head of this block. Returns false if the block has nothing to do.
+  __device__ __forceinline__ bool Find() {
     // Divisions of 64 bits would cost more.
     const unsigned heads = static_cast<unsigned>(call.dims.heads);
-    const int64_t all_chunks = block / heads, head = block - all_chunks * heads;
+    const int64_t all_chunks = blockIdx.x / heads, head = blockIdx.x - all_chunks * heads;
     const int row = call.sequences.Given()
                         ? call.sequences.owners[all_chunks]
                         : static_cast<int>(all_chunks / static_cast<unsigned>(call.dims.saved));
@@ -490,33 +490,6 @@ class ChunkGradients {
   }
   __device__ __forceinline__ void WaitForChunk() const {
     if (!WaitForBoxes(2)) WaitForCopies<0>();
-  }
-
-  // Lets L2 fetch what a block reads that starts about when this one ends. A block with heads of 128 has a
-  // multiprocessor for itself, and waits for all that it reads.
-  __device__ __forceinline__ void FetchLaterChunk() const {
-    constexpr unsigned kBlocksAtOnce = 132 * (N == 64 ? 2 : 1);  // of the largest GPUs of 9.0
-    const unsigned block = blockIdx.x + kBlocksAtOnce;
-    ChunkGradients later = *this;
-    if (block >= gridDim.x || !later.Find(block)) return;
-    const int row = threadIdx.x % kChunkTokens;
-    for (int i = threadIdx.x / kChunkTokens; i < 7; i += L::kThreads / kChunkTokens) {
-      const bool of_values = i == 1 || i == 2;
-      const int size = of_values ? ValueSize() : KeySize();
-      if (i < 5) {
-        const T* const array = static_cast<const T*>(i == 0   ? call.w
-                                                     : i == 1 ? call.v
-                                                     : i == 2 ? call.dy
-                                                     : i == 3 ? call.r
-                                                              : call.k);
-        if (row < later.tokens) PrefetchBytes(array + later.ElementOf(row, size), size * sizeof(T));
-      } else if (row == 0) {
-        const int64_t elements = i == 5 ? ValueSize() * KeySize() : N * N;
-        PrefetchBytes(static_cast<const __nv_bfloat16*>(i == 5 ? call.states : state_gradients) +
-                          block * elements,
-                      elements * sizeof(__nv_bfloat16));
-      }
-    }
   }
 
   // All threads have waited at the barriers of LoadBoxes.
@@ -2193,7 +2166,7 @@ __device__ __forceinline__ void RunPhases(const Call& call, const typename Gradi
                                           const uint4* state_gradients, uint32_t* steep) {
   RWKV_JAX_DYNAMIC_SHARED(kPanelAlignment, memory);
   Gradients gradients(call, maps, state_gradients, memory);
-  if (!gradients.Find(blockIdx.x)) return;
+  if (!gradients.Find()) return;
 
   typename Gradients::StatePieces state;
   gradients.LoadChunk(state);
@@ -2205,7 +2178,6 @@ __device__ __forceinline__ void RunPhases(const Call& call, const typename Gradi
   gradients.ScaleOperands(decays);
   gradients.ScaleState(state);
   gradients.WaitForChunk();
-  if constexpr (Gradients::kDelta) gradients.FetchLaterChunk();
   gradients.RoundValues();
   PublishOperands();
   __syncthreads();
