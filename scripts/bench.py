@@ -14,9 +14,9 @@ call.
 Before it is timed, a contestant's results are compared with those of `implementation="reference"`
 in float32 on the same operands. Where they are too far apart, the table has the error in place of
 a speed. `--rates` takes other decays: those of a normally distributed number, and tokens that
-forget all; with several kinds there is a line with the slowest one, in times of 'model'. "first s"
-is what the first call of a program takes: seconds in which it is traced and compiled, for the most
-part.
+forget all; with several kinds there is a line with the slowest one, in times of the first one.
+"first s" is what the first call of a program takes: seconds in which it is traced and compiled, for
+the most part.
 """
 
 import argparse
@@ -230,8 +230,9 @@ def contestants(args: argparse.Namespace, shape: Shape, operands: Operands) -> I
 
 
 def measure(args: argparse.Namespace, shape: Shape, rates: str, copy_speed: float) -> list[Row]:
-    operands = Operands(args.op, shape, args.dtype, rates=rates)
-    label = label_of(shape) + (f", {rates}" if rates != RATES[0] else "")
+    operands = Operands(args.op, shape, args.dtype, rates=rates, values=args.values)
+    label = label_of(shape) + (f", V {args.values}" if args.values else "")
+    label += f", {rates}" if rates != RATES[0] else ""
     found = list(contestants(args, shape, operands))
     rows: list[Row] = []
 
@@ -322,13 +323,16 @@ def print_tables(rows: Sequence[Row]) -> None:
             )
 
 
-def print_worst(rows: Sequence[Row], shape: Shape) -> None:
+def print_worst(rows: Sequence[Row]) -> None:
     """How much longer the slowest of the kinds of rates takes than the first one."""
-    first = {(x.direction, x.contestant): x.ms for x in rows if x.shape == label_of(shape) and x.ms}
-    for (direction, contestant), ms in first.items():
-        own = [x for x in rows if (x.direction, x.contestant) == (direction, contestant) and x.ms]
-        worst = max(own, key=lambda row: row.ms or 0)
-        print(f"{contestant}, {direction}: at worst {(worst.ms or 0) / ms:.2f} x ({worst.shape})")
+    by_contestant: dict[tuple[str, str], list[tuple[float, str]]] = {}
+    for row in rows:
+        if row.ms:
+            times = by_contestant.setdefault((row.direction, row.contestant), [])
+            times.append((row.ms, row.shape))
+    for (direction, contestant), times in by_contestant.items():
+        (first, _), (worst, kind) = times[0], max(times)
+        print(f"{contestant}, {direction}: at worst {worst / first:.2f} x ({kind})")
 
 
 def plot(rows: Sequence[Row], copy_speed: float, title: str, path: Path) -> None:
@@ -365,6 +369,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     shapes = "BxTxHxK, or 'step BxHxK' for one token"
     add("--shapes", type=shape_of, nargs="+", metavar="SHAPE", help=shapes)
+    add("--values", type=int, metavar="V", help="value channels of a head, K if not given")
     add("--implementations", nargs="+", metavar="NAME", help="every one that can run, if not given")
     kinds = f"kinds of decay rates ({', '.join(RATES)}), 'model' if not given"
     add("--rates", nargs="+", choices=RATES, metavar="KIND", default=RATES[:1], help=kinds)
@@ -379,7 +384,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             here += (table := measure(args, shape, rates, copy_speed))
             print_tables(table)
         if len(args.rates) > 1:
-            print_worst(here, shape)
+            print_worst(here)
         rows += here
     loop = loop_us(args) if args.op == "wkv7" else None
     write_json(

@@ -100,10 +100,10 @@ def test_model_with_a_scan_over_blocks(bench: Bench) -> None:
 def test_decays_of_other_kinds(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.import_module("bench"), "copy_gb_s", lambda: 10.0)
     given = ("--op=wkv6", "--decay=log", "--shapes=1x65x1x16", "--implementations=xla")
-    more = ("--device=cpu", "--repeats=1", "--rates", "model", "one token in 4", "normal")
-    rows = bench("bench", *given, *more, says=("xla, forward: at worst",))
+    more = ("--device=cpu", "--repeats=1", "--values=24", "--rates", "model", "one token in 4")
+    rows = bench("bench", *given, *more, "5 x normal", says=("xla, forward: at worst",))
     ours = [row for row in rows if row["ours"]]
-    kinds = [f"1x65x1x16{kind}" for kind in ("", ", one token in 4", ", normal")]
+    kinds = [f"1x65x1x16, V 24{kind}" for kind in ("", ", one token in 4", ", 5 x normal")]
     assert [row["shape"] for row in ours] == [kind for kind in kinds for _ in range(2)]
     assert all(row["ms"] > 0 and row["error"] < 1e-5 for row in ours)
 

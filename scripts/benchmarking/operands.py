@@ -2,7 +2,7 @@
 package's `implementation="reference"`.
 
 Axes: B batch rows, S states (one for each row, or for each sequence of `cu_seqlens`), T time,
-H heads, K key channels, V value channels (as many as K here), C channels of WKV4 (H * K).
+H heads, K key channels, V value channels (as many as K unless given), C channels of WKV4 (H * K).
 """
 
 import functools
@@ -57,9 +57,12 @@ FORGETTING: Mapping[str, Callable[[jax.Array], jax.Array]] = {
 """Which tokens forget all, in every channel, where the others have rates as in the models."""
 
 NORMAL = {"log": jax.nn.softplus, "exp": jnp.exp, "sigmoid": jax.nn.sigmoid}
-"""The kind of rates "normal": for each form of decay, those of a normally distributed number."""
+"""For each form of decay, the rates of a normally distributed number."""
 
-RATES = (*FORGETTING, "normal")
+TIMES_NORMAL = {"normal": 1, "5 x normal": 5}
+"""The kinds of rates that are so many times those of `NORMAL`."""
+
+RATES = (*FORGETTING, *TIMES_NORMAL)
 
 
 @dataclass(frozen=True)
@@ -75,16 +78,18 @@ class Operator:
     """The option that says in which form, if there is one."""
 
 
-TOKENS = "BTHK"
+TOKENS, VALUES = "BTHK", "BTHV"
 OPERATORS = {
-    "wkv7": Operator(dict.fromkeys("rwkvab", TOKENS), decays=("log", "exp", "sigmoid")),
-    "wkv6": Operator(dict.fromkeys("rwkv", TOKENS) | {"u": "HK"}),
-    "wkv5": Operator({"r": TOKENS, "w": "HK", "k": TOKENS, "v": TOKENS, "u": "HK"}),
+    "wkv7": Operator(
+        dict.fromkeys("rwkvab", TOKENS) | {"v": VALUES}, decays=("log", "exp", "sigmoid")
+    ),
+    "wkv6": Operator(dict.fromkeys("rwkv", TOKENS) | {"v": VALUES, "u": "HK"}),
+    "wkv5": Operator({"r": TOKENS, "w": "HK", "k": TOKENS, "v": VALUES, "u": "HK"}),
     "wkv4": Operator({"w": "C", "u": "C", "k": "BTC", "v": "BTC"}, state="SC"),
 }
 OPERATORS |= {
     op: Operator(
-        {"q": TOKENS, "k": TOKENS, "v": TOKENS, "g": axes, "beta": "BTH"},
+        {"q": TOKENS, "k": TOKENS, "v": VALUES, "g": axes, "beta": "BTH"},
         decays=("log",),
         rate="g",
         options=(),
@@ -132,6 +137,7 @@ class Operands:
         dtype: str,
         packing: Named | None = None,
         rates: str = "model",
+        values: int | None = None,
     ):
         batch, *tokens, heads, keys = shape
         self.op, self.inputs = op, OPERATORS[op].inputs
@@ -147,7 +153,7 @@ class Operands:
         states = len(self.packing.get("cu_seqlens", range(batch + 1))) - 1
         rows, own = (batch, states) if self.packing else (1, 1), math.gcd(heads, HEADS)
         self.sizes = {"B": rows[0], "S": rows[1], "T": math.prod(tokens), "H": own, "C": own * keys}
-        self.sizes |= {"K": keys, "V": keys}
+        self.sizes |= {"K": keys, "V": values or keys}
         self.copies = {"B": batch // rows[0], "S": states // rows[1]}
         self.copies |= {"H": heads // own, "C": heads // own}
 
@@ -186,8 +192,8 @@ class Operands:
         inputs: dict[str, Any] = {name: normal(name) for name in self.inputs}
         w = OPERATORS[self.op.removesuffix("_step")].rate
         rate = uniform(w, 0.005, 0.6)
-        if self.rates == "normal":
-            rate = NORMAL[decay](inputs[w])
+        if self.rates in TIMES_NORMAL:
+            rate = TIMES_NORMAL[self.rates] * NORMAL[decay](inputs[w])
         elif self.rates != "model":
             token = jnp.arange(self.sizes["T"]).reshape(-1, *[1] * (rate.ndim - 2))
             rate = jnp.where(FORGETTING[self.rates](token), FORGETS, rate)
