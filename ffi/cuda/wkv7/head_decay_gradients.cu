@@ -79,9 +79,6 @@ struct HeadDecayLayout {
   static constexpr int kBytes = kFactors + 4 * kChunkTokens * sizeof(float);
 };
 
-// The least log2 decay of a token, which lets nothing through. Larger ones keep G precise.
-constexpr float kVanishedLog2 = -150.0f;
-
 // The blocks of a multiprocessor.
 template <int N>
 constexpr int kHeadDecayBlocks = !kAmpleSharedMemory ? 1

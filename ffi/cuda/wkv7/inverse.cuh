@@ -1,4 +1,4 @@
-// What the matrix-unit kernels of WKV7 share beyond tiles.cuh: the floor of the decays, and the inverse
+// What the matrix-unit kernels of WKV7 share beyond tiles.cuh: the floors of the decays, and the inverse
 // of a tile.
 #pragma once
 
@@ -11,6 +11,9 @@ constexpr int kPanelTiles = kPanelCols / kTileTokens;  // tiles side by side in 
 // The least log2 decay of a token. What such a token lets through, 2^-60 of the state, is nothing beside
 // what it writes, and tokens with it stay in the range of the scaled operands.
 constexpr float kLeastLog2 = -60.0f;
+
+// The same where no operand is scaled. It lets nothing through, and lower ones would make sums less precise.
+constexpr float kVanishedLog2 = -150.0f;
 
 // Multiplies x by e, which has the elements of two fragments, and converts it to bfloat16.
 template <typename T>

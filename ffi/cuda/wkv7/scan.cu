@@ -682,7 +682,7 @@ template <bool kReverse>
 __device__ void MakeFactors(TokenFactors& factors) {
   const int row = Lane() % kTileTokens;
   const float beta = factors.beta[row], log = kLog2E * factors.log[row];
-  float upto = log < kLeastLog2 ? kLeastLog2 : log;
+  float upto = log < kVanishedLog2 ? kVanishedLog2 : log;
 #pragma unroll
   for (int step = 1; step < kTileTokens; step *= 2) {
     const float earlier = __shfl_sync(~0u, upto, Lane() - step & 31);
