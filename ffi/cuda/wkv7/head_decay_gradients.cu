@@ -21,13 +21,13 @@
 //   dQ = scale diag(read) dY S0 + dP diag(beta) K
 //   dK = R + diag(beta) X,   R = dT diag(beta) K - diag(read) dV S0,   X = diag(write) W dS + dP^T Q + dT^T K
 //   dbeta = the sums of K * X over channels
-//   dg_t = sum(dS * read_63 S0) + the sum over tokens s < t, and channels, of diag(beta) K * diag(write) W dS
+//   dg_t = sum(dS * read_63 S0) + the sum over tokens s < t, and channels, of W * diag(beta write) K dS^T
 //          + the sum over tokens s >= t, and channels, of Q * dQ + K * R - diag(beta) K * (dP^T Q + dT^T K)
 //
 // where dP and dT are without beta. A pair of tokens that both are at t or later occurs in the last sum twice, once
 // with each sign, and cancels, as beta K is rounded in the same way on both sides. A token with itself, for which D is
 // 1, is left out: products have dP without its diagonal. So all terms, and not only their sum, are as small as the
-// decays.
+// decays. The sum over s < t can be much less than its terms, so W is taken before it is rounded.
 //
 // All products but those of tokens by tokens are computed transposed, as in gradients.cu. A warpgroup has a panel of 64
 // channels: of V in the values, and of K in the gradients of q and k. States pass through a few bytes of shared memory
@@ -170,15 +170,15 @@ class HeadDecayGradients {
     if (panel == L::kPanels - 1) TokenProduct(L::kM, L::kDv, L::kV, false, 1.0f, false);
   }
 
-  // K S0^T and K dS^T transposed, for the rows of the states that are this panel, and the sum of dS * S0.
-  __device__ __forceinline__ void StateProducts(Sum& reads, Sum& dw, float& written) const {
+  // K S0^T and K dS^T transposed, for the rows of the states that are this panel, and the sum of dS * read_63 S0.
+  __device__ __forceinline__ void StateProducts(Sum& reads, Sum& dw, float& of_start) const {
 #pragma unroll
     for (int p = 0; p < L::kPanels; ++p) {
       if (p == 0)
         WaitForCopies<1>();
       else
         WaitForCopies<0>();
-      AddStaged(written);
+      AddStaged(of_start);
       __syncwarp();
       Operand s, ds;
 #pragma unroll
@@ -202,12 +202,12 @@ class HeadDecayGradients {
       }
       Finish(reads, dw);
     }
-    // What all tokens leave of S0.
-    written = LoadMarks().starts == 0 ? written * Factors(kRead)[kChunkTokens - 1] : 0.0f;
+    of_start = LoadMarks().starts == 0 ? of_start * Factors(kRead)[kChunkTokens - 1] : 0.0f;
   }
 
-  // W and dV of the channels of this panel; -dV is left in shared memory.
-  __device__ __forceinline__ void Values(Sum& reads, Sum& dw) const {
+  // W and dV of the channels of this panel; -dV is left in shared memory. `written` gets the sums over channels of
+  // W * diag(beta write) K dS^T, as from ReduceTokens.
+  __device__ __forceinline__ void Values(Sum& reads, Sum& dw, float (&written)[2]) const {
     ScaleTokens(kRead, 1.0f, reads);
     ScaleTokens(kBetaWrite, 1.0f, dw);
     if (const ChunkMarks marks = LoadMarks(); marks.starts != 0) {
@@ -221,10 +221,22 @@ class HeadDecayGradients {
         });
     Operand rounded;
     RoundPanel(reads, rounded);
-    Product<L, true, kChunkTiles>(warp, dw, Down{OwnPanel(L::kDy)}, Down{At(L::kP)});
     Product<L, false>(reads, rounded, Along{At(L::kM)});
-    Finish(dw, reads);
+    Finish(reads);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float sums[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int fragment = 4 * half + i / 2, e = i % 2;
+        sums[i] =
+            reads[fragment][e] * dw[fragment][e] + reads[fragment][e + 2] * dw[fragment][e + 2];
+      }
+      written[half] = ReduceTokens(sums);
+    }
+    Product<L, true, kChunkTiles>(warp, dw, Down{OwnPanel(L::kDy)}, Down{At(L::kP)});
     OwnChannels(L::kV).template StoreSum<__nv_bfloat16>(0, reads);
+    Finish(dw);
     RoundPanel(dw, rounded);
     Product<L, false>(dw, rounded, Down{At(L::kM)});
     Finish(dw);
@@ -300,7 +312,7 @@ class HeadDecayGradients {
 
   // dk, from R in `dk`, and what this warp has of the sums for dbeta and dg.
   __device__ __forceinline__ void KeyGradients(Sum& dk, const float (&reads)[2],
-                                               float written) const {
+                                               const float (&written)[2], float of_start) const {
     Sum x;
 #pragma unroll
     for (int p = 0; p < L::kPanels; ++p) {
@@ -322,20 +334,20 @@ class HeadDecayGradients {
     });
     if (const ChunkMarks marks = LoadMarks(); marks.starts != 0)
       KeepTokens<8>(0, marks.LastStart(), kChunkTokens, x);
-    float dbeta[2][2], writes[2][2];
-    AddKeyGradients<false>(x, dk, dbeta[0], writes[0]);
+    float dbeta[2][2], writes[2];
+    AddKeyGradients<false>(x, dk, dbeta[0], writes);
     Product<L, false, kChunkTiles>(warp, x, Down{OwnPanel(L::kQ)}, Down{At(L::kP)});
     Product<L, true, kChunkTiles>(warp, x, Down{OwnPanel(L::kK)}, Down{At(L::kM)});
     Finish(x);
-    AddKeyGradients<true>(x, dk, dbeta[1], writes[1]);
+    AddKeyGradients<true>(x, dk, dbeta[1], writes);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int token = 32 * half + Lane() / 8 * 8 + 2 * (Lane() % 4) + Lane() / 4 % 2;
       WarpSums(BlockWarp(), 0)[token] = dbeta[0][half] + dbeta[1][half];
-      WarpSums(BlockWarp(), 1)[token] = reads[half] - writes[1][half];
-      WarpSums(BlockWarp(), 2)[token] = writes[0][half];
+      WarpSums(BlockWarp(), 1)[token] = reads[half] - writes[half];
+      WarpSums(BlockWarp(), 2)[token] = written[half];
     }
-    float all[1] = {written};
+    float all[1] = {of_start};
     AllReduce<1, 32>(all);
     if (Lane() == 0) WarpSums(BlockWarp(), 3)[0] = all[0];
 
@@ -570,7 +582,7 @@ class HeadDecayGradients {
         });
   }
   // Adds what X has in `x` to dk. Of each half of the chunk this lane gets, as from ReduceTokens, the sums over channels
-  // of K * x, and of K * x times beta. If kWithOwn, X has the diagonal of dP besides, but the second sum has not.
+  // of K * x, and, if kWithOwn, of K * x times beta. Then X has the diagonal of dP besides, but the second sum has not.
   template <bool kWithOwn>
   __device__ __forceinline__ void AddKeyGradients(const Sum& x, Sum& dk, float (&of_beta)[2],
                                                   float (&of_write)[2]) const {
@@ -599,7 +611,7 @@ class HeadDecayGradients {
         }
       }
       of_beta[half] = ReduceTokens(dbeta);
-      of_write[half] = ReduceTokens(writes);
+      if constexpr (kWithOwn) of_write[half] = ReduceTokens(writes);
     }
   }
   // The sum over the channels of this warp for one of the tokens that have sums: with the number of bits 2, 3 and 4 of
@@ -693,19 +705,19 @@ __global__ __launch_bounds__(
   synchronize();
 
   Accumulator<8> first, second;
-  float written = 0.0f, reads[2];
+  float of_start = 0.0f, written[2], reads[2];
   gradients.TokenProducts();
-  gradients.StateProducts(first, second, written);
+  gradients.StateProducts(first, second, of_start);
   gradients.WaitForValues();
   synchronize();
-  gradients.Values(first, second);
+  gradients.Values(first, second, written);
   synchronize();
   gradients.TriangleGradients();
   gradients.WriteValues();
   gradients.QueryProducts(first, second);
   synchronize();
   gradients.QueryGradients(first, second, reads);
-  gradients.KeyGradients(second, reads, written);
+  gradients.KeyGradients(second, reads, written, of_start);
   __syncthreads();
   gradients.TokenGradients();
 }
