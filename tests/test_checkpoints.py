@@ -473,7 +473,7 @@ def test_other_models(tmp_path: Path, names: list[str], message: str) -> None:
 def test_a_configuration_with_another_formula(
     tmp_path: Path, version: str, write: Any, name: str, value: str, accepted: str
 ) -> None:
-    folder = write(tmp_path, checkpoints.official(version))
+    folder = write(tmp_path, checkpoints.official(version, **FLA_SIZES))
     with_config(folder, **{name: value})
     with pytest.raises(ValueError, match=f"{name} is '{value}'; accepted is {accepted}"):
         models.load(folder)

@@ -171,16 +171,28 @@ def test_inspect(tmp_path: Path, command: Command) -> None:
 def test_convert(tmp_path: Path, command: Command) -> None:
     """From form to form and back, bit for bit; and to another dtype."""
     first = checkpoints.write_model(tmp_path, heads=1, head_size=64)
-    archive, folder, last = (tmp_path / x for x in ("model.pth", "fla", "last.safetensors"))
+    names = ("model.pth", "fla", "hf", "last.safetensors")
+    archive, fla, hugging_face, last = (tmp_path / x for x in names)
+    fla.mkdir()
     for source, target, *more in (
         (first, archive),
-        (archive, folder, "--names", "fla"),
-        (folder, last),
+        (archive, fla, "--names", "fla"),
+        (fla, hugging_face, "--names", "hf"),
+        (hugging_face, last),
     ):
         done = command("convert", source, target, *more).out
         assert done == f"{target}: RWKV-7, 111,424 parameters, 446 kB\n"
         error = command.refused("convert", source, target, *more)
         assert error == f"rwkv-jax convert: {target} exists; --force replaces it\n"
+        if target == fla:
+            for name in ("tokenizer.json", "chat_template.jinja", "notes.txt"):
+                (fla / name).write_text(name)
+    found = {x.name: x.read_bytes() for x in hugging_face.iterdir()}
+    assert found.keys() == {
+        *("config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja")
+    }
+    assert found["tokenizer.json"] == b"tokenizer.json"
+    command("convert", hugging_face, hugging_face, "--names", "hf", "--force")
     expected, found = (jax.tree.leaves(models.load(path).params) for path in (first, last))
     for x, y in zip(expected, found, strict=True):
         np.testing.assert_array_equal(x, y, strict=True)

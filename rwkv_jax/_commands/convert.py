@@ -1,31 +1,50 @@
 """`rwkv-jax convert`: a checkpoint in another form."""
 
 import argparse
+import shutil
+from pathlib import Path
 
 from rwkv_jax import _files
 from rwkv_jax._commands.arguments import add_dtype, add_model, positive
 from rwkv_jax._commands.output import check_target, in_bytes
 
-HELP = "Write a model as a .pth file, as a .safetensors file or for flash-linear-attention."
+HELP = (
+    "Write a model as a .pth file, as a .safetensors file, or as a folder of Hugging Face or for "
+    "flash-linear-attention. A folder also gets the files of the tokenizer in the folder SOURCE."
+)
 EXAMPLES = (
     "convert model.pth model.safetensors",
     "convert folder-of-hugging-face model.pth --dtype bfloat16",
-    "convert model.pth folder --names fla",
+    "convert model.pth folder --names hf",
     "convert model.pth small.safetensors --quantize int8",
 )
+
+
+_OF_TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "rwkv_vocab_v20230424.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+"""The files of a folder beside the model that text needs."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, "source")
     parser.add_argument(
-        "target", metavar="TARGET", help="a .pth or .safetensors file; with --names fla a folder"
+        "target",
+        metavar="TARGET",
+        help="a .pth or .safetensors file; with --names hf or fla a folder",
     )
     add_dtype(parser, "dtype of the parameters (default: that of each in SOURCE)")
     parser.add_argument(
         "--names",
-        choices=("official", "fla"),
+        choices=("official", "hf", "fla"),
         default="official",
-        help="names and layout of RWKV-LM or of flash-linear-attention (default: official)",
+        help="names and layout of RWKV-LM, of RWKV-7 on Hugging Face or of flash-linear-attention "
+        "(default: official)",
     )
     parser.add_argument(
         "--quantize",
@@ -64,6 +83,17 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.quantize:
             params = models.quantize(params, group=arguments.group)
         models.save(target, params, names=arguments.names)
+    if not endings:
+        _copy_tokenizer(_files.expanded(arguments.source), target)
     size = sum(x.nbytes for x in jax.tree.leaves(params))
     print(f"{target}: {source.generation}, {count:,} parameters, {in_bytes(size)}")
     return 0
+
+
+def _copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy the files of the tokenizer, if `source` is a folder and not the target."""
+    if not source.is_dir() or target.samefile(source):
+        return
+    for name in _OF_TOKENIZERS:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)

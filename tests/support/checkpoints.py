@@ -123,6 +123,28 @@ def fla(tensors: Tensors) -> Tensors:
     return found
 
 
+def transformers(tensors: Tensors) -> Tensors:
+    """The tensors of RWKV-7 as `RwkvForCausalLM` of transformers-rwkv has them."""
+    words = {"emb": "model.embed_tokens", "ln_out": "model.norm", "head": "lm_head"}
+    words |= {"blocks.0.ln0": "model.embedding_norm", "blocks": "model.layers"}
+    words |= {"ln1": "input_layernorm", "ln2": "post_attention_layernorm", "ffn": "mlp"}
+    words |= {f"att.{x}": f"att.{x[0]}_proj" for x in ("receptance", "key", "value", "output")}
+    words |= {"att": "linear_attn", "ln_x": "g_norm"}
+    found = {}
+    for name, x in tensors.items():
+        there = name
+        for word, other in words.items():
+            there = re.sub(rf"\b{word}(?=\.|$)", other, there)
+        if name not in UNUSED:
+            found[there] = x.reshape(-1) if x.shape[:2] == (1, 1) else x
+    return found
+
+
+def prefixed(prefix: str, tensors: Tensors, *without: str) -> Tensors:
+    """The tensors with a prefix, but for some."""
+    return {name if name in without else prefix + name: x for name, x in tensors.items()}
+
+
 class Storage(NamedTuple):
     """What a tensor of PyTorch is a view of."""
 
@@ -166,8 +188,8 @@ def parameter(*arguments: Any) -> Call:
 class Pickler(pickle._Pickler):
     """Writes what torch.save writes."""
 
-    def __init__(self, file: io.BytesIO):
-        super().__init__(file, protocol=2)
+    def __init__(self, file: io.BytesIO, protocol: int = 2):
+        super().__init__(file, protocol=protocol)
         self.storages: dict[str, bytes] = {}
 
     def persistent_id(self, obj: Any) -> Any:
@@ -177,15 +199,20 @@ class Pickler(pickle._Pickler):
         return "storage", KINDS[str(obj.x.dtype)], obj.key, "cpu", obj.x.size
 
     def save_torch_global(self: Any, obj: Global) -> None:
-        self.write(pickle.GLOBAL + obj.replace(" ", "\n").encode() + b"\n")
+        if self.proto < 4:
+            self.write(pickle.GLOBAL + obj.replace(" ", "\n").encode() + b"\n")
+        else:
+            for text in obj.split():
+                self.save(text)
+            self.write(pickle.STACK_GLOBAL)
         self.memoize(obj)
 
     dispatch: ClassVar[Any] = {**pickle._Pickler.dispatch, Global: save_torch_global}
 
 
-def torch_pickle(value: Any) -> tuple[bytes, dict[str, bytes]]:
+def torch_pickle(value: Any, protocol: int = 2) -> tuple[bytes, dict[str, bytes]]:
     """The pickle that torch.save makes of a value, and the contents of its storages."""
-    pickler = Pickler(file := io.BytesIO())
+    pickler = Pickler(file := io.BytesIO(), protocol)
     pickler.dump(value)
     return file.getvalue(), pickler.storages
 
@@ -228,9 +255,9 @@ def archive(
     return file.getvalue()
 
 
-def torch_file(value: Any, **options: Any) -> bytes:
+def torch_file(value: Any, *, protocol: int = 2, **options: Any) -> bytes:
     """What torch.save writes."""
-    return archive(*torch_pickle(value), **options)
+    return archive(*torch_pickle(value, protocol), **options)
 
 
 def write_pth(path: Path, tensors: Mapping[str, np.ndarray]) -> Path:

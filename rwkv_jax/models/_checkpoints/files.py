@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,6 @@ from rwkv_jax.models._checkpoints.tensors import (
     mapped,
     quoted,
 )
-
-CONFIG = "config.json"
 
 _INDEX = ".index.json"
 _PREFERRED = ("*.safetensors" + _INDEX, "*.safetensors", "*" + _INDEX, "*.pth", "pytorch_model.bin")
@@ -86,25 +83,6 @@ def _of_index(path: Path) -> list[str]:
                 f"{path}: the index names {quoted(name)}; accepted are names of files beside it"
             )
     return sorted(names)
-
-
-def check_config(path: Path, accepted: Mapping[str, tuple[Any, ...]]) -> None:
-    """Check the configuration beside a file or in a folder, if there is one: what it names has to
-    be one of the `accepted` values.
-
-    Raises:
-      ValueError: it asks for another formula.
-    """
-    path = (path if path.is_dir() else path.parent) / CONFIG
-    if not path.exists():
-        return
-    config = json_object(path)
-    for name, values in accepted.items():
-        if name in config and config[name] not in values:
-            raise ValueError(
-                f"{path}: {name} is {config[name]!r:.100}; accepted is "
-                + " or ".join(map(repr, values))
-            )
 
 
 def json_object(path: Path) -> dict[str, Any]:

@@ -218,8 +218,9 @@ def sizes(what: str, layout: Layout, shapes: Shapes) -> dict[str, int]:
     return told
 
 
-def expected(what: str, layout: Layout, config: Any, shapes: Shapes) -> Any:
-    """The parameters of a model as `jax.ShapeDtypeStruct`, for a file with these shapes.
+def expected(what: str, layout: Layout, config: Any, shapes: Shapes, *, fused: bool = False) -> Any:
+    """The parameters of a model as `jax.ShapeDtypeStruct`, for a file with these shapes. If
+    `fused`, the normalisation of the embedding is part of the embedding.
 
     Raises:
       ValueError: the file has less than half of them, which are too many to list. The message
@@ -230,6 +231,7 @@ def expected(what: str, layout: Layout, config: Any, shapes: Shapes) -> Any:
     params = jax.eval_shape(lambda key: layout.module.init(key, few), jax.random.key(0))
     params = layout.version(params, shapes)
     first, *others = params.blocks
+    first = first._replace(ln0=None) if fused else first
     count = len(jax.tree.leaves(params)) + (config.num_layers - 2) * len(jax.tree.leaves(others))
     if count > 2 * len(shapes):
         raise ValueError(f"{what}: {len(shapes)} tensors; {layout.name} with {config} has {count}")

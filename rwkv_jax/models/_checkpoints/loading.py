@@ -3,7 +3,6 @@
 import dataclasses
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -15,8 +14,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
+from rwkv_jax import _files
 from rwkv_jax.models import _parameters
-from rwkv_jax.models._checkpoints import files, fla, hugging_face
+from rwkv_jax.models._checkpoints import config as configuration
+from rwkv_jax.models._checkpoints import files
 from rwkv_jax.models._checkpoints.layouts import (
     TIME_STATE,
     Layout,
@@ -25,10 +26,10 @@ from rwkv_jax.models._checkpoints.layouts import (
     layout_of,
     sizes,
 )
+from rwkv_jax.models._checkpoints.names import by_official_name
 from rwkv_jax.models._checkpoints.tensors import (
     FLOATS,
     Tensor,
-    by_official_name,
     described,
     listed,
     quoted,
@@ -36,6 +37,9 @@ from rwkv_jax.models._checkpoints.tensors import (
 from rwkv_jax.models._linear import Weight
 from rwkv_jax.models._placement import MeshAxes
 from rwkv_jax.models._stacking import Stacked
+
+_COMPLETE = {"head.weight", "blocks.0.ln0.weight"}
+"""Tensors in place of which a file may have a configuration beside it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,11 +83,20 @@ def inspect(path: str | os.PathLike[str]) -> Checkpoint:
 
 def _found(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], Checkpoint]:
     """The tensors of a checkpoint by their official names, and what `inspect` returns."""
-    tensors = _official(path)
+    given = files.read(path)
+    tensors = by_official_name(given)
+    beside = configuration.Description(_files.expanded(path))
+    # Files with the official names are complete in themselves, and what is beside them may be of
+    # another model.
+    if tensors.keys() != given.keys() or not tensors.keys() >= _COMPLETE:
+        beside = configuration.beside(beside.path)
+    tensors = beside.with_head(tensors)
     shapes = {name: _shape(x) for name, x in tensors.items()}
     layout = layout_of(str(path), tensors)
-    config = layout.module.Config(**sizes(str(path), layout, shapes))
-    params = expected(str(path), layout, config, shapes)
+    told = sizes(str(path), layout, shapes)
+    beside.check(layout.name, told, shapes)
+    config = layout.module.Config(**told)
+    params = expected(str(path), layout, config, shapes, fused=beside.fused)
     params = _with_scales(params, shapes)
     wanted = _parameters.names(params)
     parameters = {name: x for name, x in tensors.items() if not TIME_STATE.fullmatch(name)}
@@ -92,8 +105,8 @@ def _found(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], Checkpoint]
         lambda key, x: jax.ShapeDtypeStruct(x.shape, tensors[_parameters.name(key)].array.dtype),
         params,
     )
-    files = tuple(sorted({tensors[name].file for name in wanted}))
-    return tensors, Checkpoint(layout.name, layout.module, config, params, files)
+    used = tuple(sorted({tensors[name].file for name in wanted}))
+    return tensors, Checkpoint(layout.name, layout.module, config, params, used)
 
 
 def _with_scales(params: Any, shapes: Mapping[str, Shape]) -> Any:
@@ -136,12 +149,18 @@ def load(
     `path` is one of
 
     - a file of torch.save (`.pth`), as RWKV-LM writes it. Nothing in it is executed, and PyTorch is
-      not needed.
+      not needed. It may also be the checkpoint of a training run, which has the model under
+      `state_dict`, `model`, `model_state_dict` or `module`.
     - a `.safetensors` file, or the `.safetensors.index.json` of several such files.
     - a folder with one of these, such as one of Hugging Face or flash-linear-attention.
 
-    Names are the official ones, for RWKV-7 also those of flash-linear-attention, and for RWKV-4 to
-    6 those of Hugging Face. A model of RWKV-5 has the version 5.0, 5.1 or 5.2.
+    Names are the official ones, those of the models of Hugging Face, or for RWKV-7 those of
+    flash-linear-attention. Before them there may be what training leaves, such as `_orig_mod.` or
+    `module.`, several times and in any order. A model of RWKV-5 has the version 5.0, 5.1 or 5.2.
+
+    A `config.json` beside files with other names than the official ones has to fit the tensors and
+    the formula. Where it says `tie_word_embeddings`, a head that is missing is a copy of the
+    embedding; where it says `embedding_layer_norm_fused`, the first block has `ln0=None`.
 
     Tensors are read one after another and go to the devices that need them, so that the memory of
     the host holds one tensor beside the mapped file. Tensors that no formula uses are left out:
@@ -165,8 +184,9 @@ def load(
       FileNotFoundError: there is no such file.
       ValueError: a file is damaged, or has anything but tensors; or tensors are missing, of no use,
         or have the wrong shape or dtype, all of which the message lists; or the model is a variant
-        that no module computes, such as RWKV-7 with DeepEmbed; or `data` or `model` names an axis
-        that the mesh does not have, or there is no mesh.
+        that no module computes, such as RWKV-7 with DeepEmbed; or the file is an adapter, such as
+        one of LoRA; or `config.json` asks for another formula or other sizes; or `data` or `model`
+        names an axis that the mesh does not have, or there is no mesh.
       TypeError: `dtype` is none of these.
     """
     if dtype is not None:
@@ -218,7 +238,8 @@ def load_state(
       TypeError: `dtype` is no dtype that activations can have.
     """
     dtype = _parameters.floating("load_state", dtype)
-    tensors = {name: x for name, x in _official(path).items() if TIME_STATE.fullmatch(name)}
+    tensors = by_official_name(files.read(path))
+    tensors = {name: x for name, x in tensors.items() if TIME_STATE.fullmatch(name)}
     layout = layout_of("load_state", _parameters.names(params))
     module = layout.module
     if layout.heads is None:
@@ -242,16 +263,6 @@ def load_state(
 
 def _of_rows(x: Tensor, batch: int) -> Array:
     return jnp.tile(_array(x.array, jnp.float32, None), (batch, 1, 1, 1))
-
-
-def _official(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """The tensors by their official names."""
-    tensors = files.read(path)
-    for other in (fla, hugging_face):
-        if any(name.startswith(other.PREFIXES) for name in tensors):
-            files.check_config(Path(path), other.CONFIG)
-            return by_official_name(tensors, other.to_official)
-    return tensors
 
 
 def _shape(x: Tensor) -> Shape:
@@ -297,7 +308,8 @@ def _wrong(
     """What is wrong with each tensor."""
     for name, x in wanted.items():
         if name not in tensors:
-            yield f"{name} is missing; expected is {described(x.shape)}"
+            tied = ", or tie_word_embeddings in config.json" if name == "head.weight" else ""
+            yield f"{name} is missing; expected is {described(x.shape)}{tied}"
     for name, x in tensors.items():
         what = f"{quoted(name)} in {x.file}"
         if name not in wanted:

@@ -2,21 +2,30 @@
 
 import json
 import os
-from typing import Any, Literal, TypeAlias
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
 
 from jax import Array
 
 from rwkv_jax import _files
 from rwkv_jax._operator import check
 from rwkv_jax.models import _parameters
-from rwkv_jax.models._checkpoints import files, fla, safetensors, torch_archive, writing
+from rwkv_jax.models._checkpoints import (
+    config,
+    fla,
+    hugging_face,
+    safetensors,
+    torch_archive,
+    writing,
+)
 from rwkv_jax.models._checkpoints.layouts import layout_of
 from rwkv_jax.models._checkpoints.tensors import described
-from rwkv_jax.models._checkpoints.writing import Stored
+from rwkv_jax.models._checkpoints.writing import Arrays, Stored
 from rwkv_jax.models._stacking import unstack
 from rwkv_jax.models._trees import BlockState, Params, first_block
 
-Names: TypeAlias = Literal["official", "fla"]
+Names: TypeAlias = Literal["official", "fla", "hf"]
 
 _FORMATS = {".safetensors": safetensors.write, ".pth": torch_archive.write}
 
@@ -28,21 +37,21 @@ def save(path: str | os.PathLike[str], params: Any, *, names: Names = "official"
     so parameters that were loaded from it can be saved to it.
 
     Args:
-      path: a `.safetensors` file, or a `.pth` file as torch.save writes it; with the names "fla" a
-        folder, which is made if need be and gets `model.safetensors` and `config.json`.
+      path: a `.safetensors` file, or a `.pth` file as torch.save writes it; with the names "fla" or
+        "hf" a folder, which is made if need be and gets `model.safetensors` and `config.json`.
       params: the parameters, in either form; also `params` of a model of `rwkv_jax.nn`.
-      names: "official", the names and shapes of RWKV-LM's checkpoints; or "fla", those of
-        flash-linear-attention and Hugging Face, for RWKV-7.
+      names: "official", the names and shapes of RWKV-LM's checkpoints; or, for RWKV-7, "fla", those
+        of flash-linear-attention, or "hf", those of `Rwkv7ForCausalLM` on Hugging Face.
 
     Raises:
       TypeError: `params` are not the parameters of a model, or one is no array of a dtype that
         `load` reads.
       ValueError: `path` does not end as it has to, which for quantised weights is as
-        `.safetensors`; or flash-linear-attention has no such model; or the model has more tensors
-        than `load` reads.
+        `.safetensors`; or there is no such model by these names; or the model has more tensors than
+        `load` reads.
       RuntimeError: the parameters are distributed over several processes.
     """
-    check.choice("save", "names", names, ("official", "fla"))
+    check.choice("save", "names", names, get_args(Names))
     path = _files.expanded(path)
     params = _parameters.arrays(params)
     if not isinstance(params, Params):
@@ -57,19 +66,22 @@ def save(path: str | os.PathLike[str], params: Any, *, names: Names = "official"
     writing.check_arrays("save", given)
     arrays = _parameters.names(layout.module.unstacked(params))
     stored = dict(_stored(name, x) for name, x in arrays.items())
-    if names == "fla":
-        config = json.dumps(fla.config(stored), indent=2)
-        path.mkdir(parents=True, exist_ok=True)
-        safetensors.write(path / "model.safetensors", fla.from_official(stored))
-        (path / files.CONFIG).write_text(config + "\n")
-        return
-    _FORMATS[path.suffix](
-        path,
-        {
-            name: x._replace(shape=layout.official_shape(name, x.shape))
-            for name, x in stored.items()
-        },
-    )
+    official = {
+        name: x._replace(shape=layout.official_shape(name, x.shape)) for name, x in stored.items()
+    }
+    if names == "official":
+        _FORMATS[path.suffix](path, official)
+    elif names == "fla":
+        _write_folder(path, fla.description(stored), fla.from_official(stored))
+    else:
+        described = hugging_face.description(stored)
+        _write_folder(path, described, hugging_face.from_official(official))
+
+
+def _write_folder(folder: Path, described: Mapping[str, Any], arrays: Arrays) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    safetensors.write(folder / "model.safetensors", arrays)
+    (folder / config.FILE).write_text(json.dumps(described, indent=2) + "\n")
 
 
 def endings_for(
@@ -79,17 +91,24 @@ def endings_for(
     names; none for a folder. They may become `quantised` before.
 
     Raises:
-      ValueError: flash-linear-attention has no such model. The message begins with `what`.
+      ValueError: there is no such model by these names. The message begins with `what`.
     """
     quantised |= params.head.scale is not None
+    block = first_block(params)
+    if names != "hf" and block.ln0 is None:
+        raise ValueError(
+            f"{what} is {names}, and the embedding is normalised already, so that there is no ln0; "
+            "accepted is hf"
+        )
     if names == "official":
         return (".safetensors",) if quantised else writing.ENDINGS
     layout = layout_of(what, _parameters.names(params))
     if quantised or layout.name != "RWKV-7":
         model = layout.name + (" with quantised weights" if quantised else "")
-        raise ValueError(f"{what} is fla; accepted for {model} is official")
-    shape = first_block(params).att.r_k.shape[-2:]
-    fla.check_head_size(f"{what} is fla and r_k is {described(shape)}", shape)
+        raise ValueError(f"{what} is {names}; accepted for {model} is official")
+    if names == "fla":
+        shape = block.att.r_k.shape[-2:]
+        fla.check_head_size(f"{what} is fla and r_k is {described(shape)}", shape)
     return ()
 
 

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax.numpy as jnp
@@ -58,27 +58,6 @@ class Allowance:
                 f"{what}: with its {count} {of} all files of a checkpoint have too many; accepted "
                 f"are at most {_MOST[of]}"
             )
-
-
-def by_official_name(
-    tensors: Mapping[str, Tensor], to_official: Callable[[str, Tensor], Mapping[str, Tensor]]
-) -> dict[str, Tensor]:
-    """The tensors by their official names. `to_official` gives the official tensors that one tensor
-    holds.
-
-    Raises:
-      ValueError: two tensors have the same official name.
-    """
-    found: dict[str, Tensor] = {}
-    for given, x in tensors.items():
-        for name, official in to_official(given, x).items():
-            if name in found:
-                raise ValueError(
-                    f"{x.file}: {quoted(given)} is a second tensor with the official name "
-                    f"{quoted(name)}"
-                )
-            found[name] = official
-    return found
 
 
 def listed(wrong: Sequence[str]) -> str:

@@ -70,15 +70,21 @@ _GLOBALS: dict[str, Any] = {f.name: f for f in (_DICTIONARY, _TENSOR, _PARAMETER
     f"torch.{name}": dtype for name, dtype in STORAGES.items()
 }
 _CONSTANTS: dict[str, Any] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
-_LITERALS = {"BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "BINFLOAT"}
+_TEXTS = {"BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"}
+_LITERALS = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"} | _TEXTS
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 _PROTOCOL = 2
 
+_CONTAINERS = ("state_dict", "model", "model_state_dict", "module")
+"""The keys under which training programs keep a model beside an optimizer and what else they need
+to go on: PyTorch Lightning, nanoGPT and many after it, tutorials of PyTorch, and DeepSpeed."""
+
 
 def read(content: bytes, allowance: Allowance) -> dict[str, View]:
     """The tensors by name, each of which is within its storage. It is not known here which storages
-    the file has.
+    the file has. Of a dictionary with a model under one of `_CONTAINERS` they are those of the
+    model.
 
     Raises:
       ValueError: the pickle has anything but a dictionary of tensors, or more than is allowed.
@@ -89,14 +95,26 @@ def read(content: bytes, allowance: Allowance) -> dict[str, View]:
         raise ValueError("the pickle is damaged") from None
     if not isinstance(found, dict):
         raise ValueError(f"the pickle is {_kind(found)}; accepted is a dictionary of tensors")
+    found = _model(found)
     allowance.take("the pickle", len(found), TENSORS)
     for name, x in found.items():
+        if not isinstance(name, str):
+            raise ValueError(f"the pickle has {_kind(name)} as a key; accepted are texts")
         if not isinstance(x, View):
             raise ValueError(
                 f"the pickle has {_kind(x)} under {quoted(name)}; accepted are tensors"
             )
         _check_place(name, x)
     return found
+
+
+def _model(found: dict[Any, Any]) -> dict[Any, Any]:
+    """The dictionary of the model within one of a training run, or `found` itself."""
+    inner = [key for key in _CONTAINERS if isinstance(found.get(key), dict)]
+    if len(inner) > 1:
+        both = " and ".join(map(repr, inner))
+        raise ValueError(f"the pickle has models under {both}; accepted is one")
+    return found[inner[0]] if inner else found
 
 
 def write(views: Mapping[str, View]) -> bytes:
@@ -131,8 +149,8 @@ def _tuple(*parts: bytes) -> bytes:
 
 
 class _Machine:
-    """The stack machine. Values are texts, numbers, None, tuples, lists, dictionaries with texts as
-    keys, dtypes, functions that the reader knows, storages and views."""
+    """The stack machine. Values are texts, numbers, None, tuples, lists, dictionaries with texts
+    or integers as keys, dtypes, functions that the reader knows, storages and views."""
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
@@ -158,7 +176,7 @@ class _Machine:
     def step(self, name: str, argument: Any) -> None:
         stack = self.stack
         match name:
-            case "PROTO":
+            case "PROTO" | "FRAME":
                 pass
             case "MARK":
                 self.marks.append(len(stack))
@@ -178,8 +196,12 @@ class _Machine:
                 self.memo[argument] = stack[-1]
             case "BINGET" | "LONG_BINGET":
                 stack.append(self.memo[argument])
+            case "MEMOIZE":
+                self.memo[len(self.memo)] = stack[-1]
             case "GLOBAL":
                 stack.append(_global(argument))
+            case "STACK_GLOBAL":
+                stack.append(_global(" ".join(map(_text, self.popped(len(stack) - 2)))))
             case "BINPERSID":
                 stack.append(self.storage(stack.pop()))
             case "REDUCE":
@@ -216,10 +238,11 @@ class _Machine:
         if len(values) % 2:
             raise IndexError(len(values))
         for key, value in zip(values[::2], values[1::2], strict=True):
-            if not isinstance(key, str):
+            # An optimizer numbers its parameters. To hash anything else could take long.
+            if type(key) not in (str, int):
                 raise ValueError(f"the pickle has {_kind(key)} as a key; accepted are texts")
             if key in target:
-                raise ValueError(f"the pickle has {quoted(key)} twice")
+                raise ValueError(f"the pickle has {quoted(str(key))} twice")
             target[key] = value
 
     def storage(self, identity: Any) -> Storage:
@@ -254,6 +277,12 @@ def _global(argument: str) -> Any:
             "only, as torch.save writes of a state_dict"
         )
     return _GLOBALS[name]
+
+
+def _text(x: Any) -> str:
+    if not isinstance(x, str):
+        raise ValueError(f"the pickle has {_kind(x)} in place of the name of a function")
+    return x
 
 
 def _result(function: Any, arguments: Any) -> Any:
