@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -40,6 +41,26 @@ def write_tokenizer(path: Path, every_byte: bool = True) -> Path:
     )
     made.train_from_iterator(["the end of the text, the text of the end, 世界世界"], trainer)
     made.add_tokens([hugging_face.AddedToken("    ", normalized=False)])
+    made.save(str(path))
+    return path
+
+
+def write_words(path: Path, *words: str) -> Path:
+    """The bytes and some words as converters write the vocabulary of the World models."""
+    to_bytes = hugging_face.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    of_bytes = ["".join(x for x, _ in to_bytes.pre_tokenize_str(word)) for word in words]
+    pieces = [*sorted(hugging_face.pre_tokenizers.ByteLevel.alphabet()), *of_bytes]
+    vocabulary = {piece: token for token, piece in enumerate(["<|endoftext|>", *pieces, "\ue000x"])}
+    pieces.sort(key=len, reverse=True)
+    escaped = [re.sub(r"[\\.^$|?*+()\[\]{}]", r"\\\g<0>", x) for x in pieces]
+    pattern = hugging_face.Regex(f"(?:{'|'.join(escaped)})")
+    made = hugging_face.Tokenizer(
+        hugging_face.models.WordLevel(vocabulary, unk_token="<|endoftext|>")
+    )
+    split = hugging_face.pre_tokenizers.Split(pattern, "isolated")
+    made.pre_tokenizer = hugging_face.pre_tokenizers.Sequence([to_bytes, split])
+    made.decoder = hugging_face.decoders.ByteLevel()
+    made.add_special_tokens(["<|endoftext|>"])
     made.save(str(path))
     return path
 
@@ -291,6 +312,38 @@ def test_bytes_without_a_token(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode("the text, the end")) == "the text, the end"
     with pytest.raises(ValueError, match="accepted is one whose tokens decode to the text"):
         tokenizer.encode("the text?")
+
+
+def test_world_as_a_file_of_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens are those of the package, which is not needed; the last token has no text."""
+    path = write_words(tmp_path / "tokenizer.json", "the", "the end", "  ", "(a|b)*", "\\n", "世界")
+    made = hugging_face.Tokenizer.from_file(str(path))
+    made.encode_special_tokens = True
+    folder = tokenizers.for_vocabulary(264, checkpoint=tmp_path)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    tokenizer = tokenizers.load(folder, 264)
+    assert (tokenizer.end_of_text, tokenizer.decode([0, 263])) == (0, "")
+    for text in (TEXT, "", "<|endoftext|>", "the end", "the en (a|b)*\\n\\"):
+        tokens = tokenizer.encode(text)
+        assert tokens == made.encode(text).ids
+        assert tokenizer.decode(tokens) == text
+
+
+def test_words_that_are_not_the_longest(tmp_path: Path) -> None:
+    """The package then encodes: a shorter word is before a longer one, or a byte is none."""
+    path = write_words(tmp_path / "tokenizer.json", "the", "the end")
+    content = json.loads(path.read_text())
+    split = content["pre_tokenizer"]["pretokenizers"][1]
+    first, second, *others = split["pattern"]["Regex"][3:-1].split("|")
+    for words in ((second, first, *others), (first, second, *others[:-1])):
+        split["pattern"]["Regex"] = f"(?:{'|'.join(words)})"
+        path.write_text(json.dumps(content))
+        made = hugging_face.Tokenizer.from_file(str(path))
+        assert tokenizers.load(path).encode("the end") == made.encode("the end").ids
+    content["model"] = {"type": "RwkvTrie"}
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"RwkvTrie, .* accepted .* is the tokenizer 'world'"):
+        tokenizers.load(path)
 
 
 def test_world_without_the_fast_encoder(by_kind: ByKind, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,14 @@
 """Tokenizers of `tokenizer.json` files of Hugging Face, whose tokens stand for bytes."""
 
+import json
 import unicodedata
 from pathlib import Path
+from typing import Any
 
 from rwkv_jax import _files
 from rwkv_jax.tokenizers._tokenizer import Tokenizer
+from rwkv_jax.tokenizers._word_level import longest_words
+from rwkv_jax.tokenizers._world import encoder
 
 _LARGEST_FILE = 2**25
 """The most bytes of a file, all of which the package parses before it can be refused."""
@@ -32,6 +36,17 @@ def hugging_face(name: str, path: Path, vocabulary: int | None) -> Tokenizer:
         `vocabulary`.
     """
     content = _files.content(path, _LARGEST_FILE)
+    description = _json_object(content)
+    alphabet = _alphabet()
+    if words := longest_words(description, alphabet):
+        size = max(words) + 1 if vocabulary is None else vocabulary
+        end = description["model"]["vocab"].get(_END_OF_TEXT)
+        return Tokenizer(name, size, words, encoder(words), end if type(end) is int else None)
+    if description.get("model", {}).get("type") == "RwkvTrie":
+        raise ValueError(
+            f"{path}: the tokenizer is a RwkvTrie, which the package tokenizers does not have; "
+            "accepted for the World models is the tokenizer 'world'"
+        )
     try:
         import tokenizers
     except ImportError as error:
@@ -51,7 +66,6 @@ def hugging_face(name: str, path: Path, vocabulary: int | None) -> Tokenizer:
     tokenizer.no_padding()
     if getattr(tokenizer.model, "dropout", None) is not None:
         tokenizer.model.dropout = None
-    alphabet = _alphabet()
     added = tokenizer.get_added_tokens_decoder()
     pieces = {
         token: bytes(alphabet[x] for x in text) if alphabet.keys() >= {*text} else text.encode()
@@ -77,6 +91,15 @@ def hugging_face(name: str, path: Path, vocabulary: int | None) -> Tokenizer:
             (token for token, x in added.items() if x.special and x.content == _END_OF_TEXT), None
         ),
     )
+
+
+def _json_object(content: bytes) -> dict[str, Any]:
+    """The object in a file; an empty one if there is none, which the package refuses."""
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) and isinstance(found.get("model"), dict) else {}
 
 
 def _check(path: Path, text: str, decoded: str) -> None:

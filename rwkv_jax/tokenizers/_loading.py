@@ -21,10 +21,11 @@ def load(name_or_path: str | os.PathLike[str], vocab_size: int | None = None) ->
     - a `.txt` file: such a tokenizer with the vocabulary in the file, which has the form of
       `rwkv_vocab_v20230424.txt`.
     - a `.json` file: a `tokenizer.json` of Hugging Face with the decoder ByteLevel, such as
-      `20B_tokenizer.json` of the RWKV-4 models of the Pile. Special tokens have no text, and the
-      text of one is encoded as any other text. Truncation, padding and dropout are ignored. A file
-      that changes text, other than to one with the same normal form NFC, is refused: one that adds
-      a space in front, that changes to lower case, or that leaves out whitespace.
+      `20B_tokenizer.json` of the RWKV-4 models of the Pile, or the vocabulary of the World models
+      in that form, which is as fast as "world". Special tokens have no text, and the text of one
+      is encoded as any other text. Truncation, padding and dropout are ignored. A file that changes
+      text, other than to one with the same normal form NFC, is refused: one that adds a space in
+      front, that changes to lower case, or that leaves out whitespace.
     - "bytes": each byte of the text in UTF-8 is a token.
 
     Args:

@@ -8,6 +8,7 @@ complete characters.
 """
 
 import ast
+import contextlib
 import importlib.util
 import io
 import re
@@ -66,6 +67,15 @@ def world(name: str, path: Path | None, vocabulary: int | None) -> Tokenizer:
     # it is known to read what Python reads.
     encode = (_fast_encoder() if path is None else None) or Longest(pieces)
     return Tokenizer(name, size, pieces, encode, END_OF_TEXT)
+
+
+def encoder(pieces: Mapping[int, bytes]) -> Callable[[str], list[int]]:
+    """The encoder for these tokens: that of a package if they are the published ones and it is
+    installed."""
+    with contextlib.suppress(ImportError):
+        if pieces == _read(published()):
+            return _fast_encoder() or Longest(pieces)
+    return Longest(pieces)
 
 
 def _fast_encoder() -> Callable[[str], list[int]] | None:
