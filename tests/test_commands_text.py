@@ -5,6 +5,7 @@ import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import Mock
 
@@ -15,6 +16,8 @@ import pytest
 
 from rwkv_jax import generation, models, tokenizers
 from rwkv_jax._commands import interrupt, text_model
+from rwkv_jax._commands.chat import Conversation
+from rwkv_jax.chat import G1
 from rwkv_jax.models import rwkv7
 from support.commands import Command
 from support.models import random_like, shapes_of
@@ -188,6 +191,83 @@ def test_answers_that_fail(files: Files, tmp_path: Path, typed: Typed) -> None:
     sizes = [0 if x is None else int(x.positions[0]) for x in typed.sessions]
     hi, more = (len(split(f"{x}\n\nAssistant: fine!\n\nUser:")) for x in ("User: Hi", " more"))
     assert sizes == [0, hi, hi, hi + more, hi, hi + more]
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_formats_of_chat(files: Files, tmp_path: Path, typed: Typed, command: Command) -> None:
+    """What the model is told first, thoughts, and what are no tools."""
+    chat = files.arguments("chat", *COLD)
+    typed([*chat, "--system", "Be\n\nbrief."], "Hi", "more", "/reset", "new")
+    assert typed.read == [
+        *("System: Be\nbrief.\n\nUser: Hi\n\nAssistant:", " more\n\nAssistant:"),
+        "System: Be\nbrief.\n\nUser: new\n\nAssistant:",
+    ]
+    assert "Assistant: <think" in typed([*chat, "--think", "short"], "Hi")
+    assert typed.read == ["User: Hi (think a bit)\n\nAssistant: <think"]
+    refused = {"{": "no valid JSON", "[]": "no JSON list", "[1]": "tool 1 is 1"}
+    for content, message in refused.items():
+        (tmp_path / "tools.json").write_text(content)
+        assert message in command.refused(*chat, "--tools", str(tmp_path / "tools.json"))
+
+
+class Scripted:
+    """In place of a model, what it writes, and what it has read beyond that."""
+
+    speed = "fast"
+
+    def __init__(self, *answers: tuple[str, str]):
+        self._answers, self.read_after = iter(answers), []
+
+    def read(self, prompts: list[str], length: int, *, session: Any, **_: Any) -> Any:
+        text, rest = next(self._answers) if length else ("", "")
+        self.read_after.append((session, prompts[0]))
+        return SimpleNamespace(texts=[text], rests=[rest], session=len(self.read_after))
+
+    def write(self, stream: Any, _: Any) -> Iterator[list[str]]:
+        yield stream.texts
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_results_of_tools(capsys: pytest.CaptureFixture[str]) -> None:
+    """The model reads a call again if it has read the beginning of a question after it."""
+    model: Any = Scripted((">\ncall", "\n### User"), (">\n", "\n### Tool"), (">\nyes", ""))
+    form = G1(tools=[{"name": "f"}], think="on")
+    conversation = Conversation(model, form, "", 9, 0)
+    conversation.say("Hi")
+    for command in (("/tool", "[1]"), ("/tool", "text"), ("/tool", "")):
+        shown = conversation.command(*command)
+    assert shown == "/tool needs a result"
+    assert capsys.readouterr().out.startswith("Assistant: <think>\ncall\n\n")
+    first = "### System\n### `f`\n**Parameters:**\n```json\n{}\n```\n### User"
+    begun = "\n### Assistant\n<think"
+    output = "\n### Tool Output\n```json\n%s\n```" + begun
+    assert model.read_after == [
+        (None, f"{first}\nHi{begun}"),
+        (None, f"{first}\nHi{begun}>\ncall" + output % "[\n  1\n]"),
+        (2, (output % '"text"').removeprefix("\n### Tool")),
+    ]
+
+
+def test_chat_with_a_template(files: Files, tmp_path: Path, typed: Typed, command: Command) -> None:
+    """That of the folder of the model. Where it changes earlier messages they are read again."""
+    pytest.importorskip("jinja2")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    models.save(folder / "model.pth", models.load(files.model).params)
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content|trim }}{{ '!' if not loop.last }}\n\n"
+        "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
+    )
+    (folder / "chat_template.jinja").write_text(template)
+    chat = files._replace(model=str(folder)).arguments("chat", *COLD)
+    output = typed(chat, "Hi", "more", "/save x.safetensors", "/load x.safetensors")
+    hi = "user: Hi!\n\nassistant: fine!\n\nUser:!\n\nuser: more\n\nAssistant:"
+    assert typed.read == ["user: Hi\n\nAssistant:", hi]
+    assert output.count("there are no files of its conversations; accepted is --template none") == 2
+    typed([*chat, "--template", "none"], "Hi")
+    assert typed.read == ["User: Hi\n\nAssistant:"]
+    error = command.refused(*chat, "--session", "x.safetensors")
+    assert "--session with a template; accepted is --template none" in error
 
 
 def split(text: str) -> list[str]:
