@@ -44,8 +44,8 @@ def test_format_of_g1(think: Any, answer: str) -> None:
     assert form.question(USER["content"]) == asked.get(think, "one\ntwo")
     assert f"Assistant:{form.opening}" == answer
     assert form.stop == ("\n\nUser:",)
-    raw = {"role": "assistant", "content": f"{form.opening or ' '}>\nfine "}
-    assert form.render([USER, raw], answer=False).endswith(f"Assistant:{raw['content']}")
+    raw = {"role": "assistant", "content": form.reply(" >\nfine ")}
+    assert form.render([USER, raw], answer=False).endswith(f"{answer} >\nfine ")
 
 
 def test_before_a_question() -> None:
@@ -174,6 +174,7 @@ def test_template(tmp_path: Path, place: str) -> None:
     form = Template(path)
     assert (form.stop, form.opening) == (("\n\nUser:",), "<think></think")
     assert form.question(" x\n\ny ") == "x\n\ny"
+    assert form.reply(">\nfine ") == "<think></think>\nfine"
     said = 'User: a\n\nTool: {\n "x": "世"\n}\n\n'
     talk = [{"role": "user", "content": "a"}, {"role": "tool", "content": '{"x": "世"}'}]
     assert form.render(talk, answer=False) == said

@@ -451,7 +451,7 @@ def test_wrong_tensors(
         (["blocks.0.ffn.s_emb.weight", "blocks.0.qkv.k_emb.weight"], "DeepEmbed and attention"),
         (["blocks.0.att.time_maa_x", "blocks.0.att.gate_w1"], "RWKV-6 with a gate of low rank"),
         (["model.layers.0.attn.x_bias"], "RWKV-6 in the layout of flash-linear-attention"),
-        (["wte"], "no generation of RWKV"),
+        (["model.embed_tokens.weight"], "'model.embed_tokens.weight' ..., are of no generation of"),
         (["blocks.0.att.r_k"], "cannot be told without .* and blocks.0.att.r_k"),
         (["blocks.0.att.time_maa_x"], r"blocks.0.att.time_maa_w2 \[5, mix_rank, C\] and .*w2 \["),
         (["blocks.0.att.time_decay", "blocks.0.att.ln_x.weight"], r"att.time_decay \[H, K\] with"),

@@ -197,6 +197,7 @@ def test_answers_that_fail(files: Files, tmp_path: Path, typed: Typed) -> None:
 def test_formats_of_chat(files: Files, tmp_path: Path, typed: Typed, command: Command) -> None:
     """What the model is told first, thoughts, and what are no tools."""
     chat = files.arguments("chat", *COLD)
+    assert "/tool needs --tools\n" in typed([*chat], "/tool 1")
     typed([*chat, "--system", "Be\n\nbrief."], "Hi", "more", "/reset", "new")
     assert typed.read == [
         *("System: Be\nbrief.\n\nUser: Hi\n\nAssistant:", " more\n\nAssistant:"),
@@ -255,7 +256,7 @@ def test_chat_with_a_template(files: Files, tmp_path: Path, typed: Typed, comman
     folder.mkdir()
     models.save(folder / "model.pth", models.load(files.model).params)
     template = (
-        "{% for m in messages %}{{ m.role }}: {{ m.content|trim }}{{ '!' if not loop.last }}\n\n"
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '!' if not loop.last }}\n\n"
         "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
     )
     (folder / "chat_template.jinja").write_text(template)

@@ -114,7 +114,7 @@ def _form(arguments: argparse.Namespace) -> Form:
     """
     tools = [] if arguments.tools is None else _tools(_files.expanded(arguments.tools))
     path = arguments.template
-    if path is None and Path(arguments.model).is_dir():
+    if path is None:
         path = template_in(arguments.model)
     if path is None or path == "none":
         return G1(tools=tools, think=arguments.think)
@@ -185,9 +185,8 @@ class Conversation:
         """
         messages = [*self._messages, message]
         text = self._rest(self._form.render(messages))
-        opening = self._form.opening
         before = self._latest(text)
-        print(f"{_ASSISTANT} {opening.strip()}".rstrip(), end="", flush=True)
+        print(f"{_ASSISTANT} {self._form.opening.strip()}".rstrip(), end="", flush=True)
         try:
             with Interrupt() as interrupt:
                 stream = self._read(before, text, self._length)
@@ -196,7 +195,7 @@ class Conversation:
         finally:
             print("\n")
         seen = stream.texts[0] + stream.rests[0]
-        content = opening + _answer(seen, self._form.stop)
+        content = self._form.reply(_answer(seen, self._form.stop))
         self._messages = [*messages, {"role": "assistant", "content": content}]
         self._before, self._now = before, Turn(text + seen, stream.session)
 
@@ -262,6 +261,8 @@ class Conversation:
             self.load(argument)
             return f"loaded from {argument}"
         if name == "/tool":
+            if isinstance(self._form, G1) and not self._form.tools:
+                return "/tool needs --tools"
             self.answer({"role": "tool", "content": argument})
             return ""
         if name == "/reset":

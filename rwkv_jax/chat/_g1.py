@@ -41,6 +41,7 @@ class G1:
         or "long", which asks for a length with each question.
 
     Attributes:
+      tools: the functions that the model may call.
       stop: what ends an answer; the first one is what a question of the user begins with.
       opening: what `render` begins an answer with.
 
@@ -50,6 +51,7 @@ class G1:
 
     def __init__(self, *, tools: Sequence[Mapping[str, Any]] = (), think: Think = "off"):
         check.choice("G1", "think", think, get_args(Think))
+        self.tools = tuple(tools)
         self._tools = [_tool(number, tool) for number, tool in enumerate(tools, 1)]
         self._length = _LENGTH.get(think, "")
         self._think = _THINK.get(think, "<think")
@@ -60,6 +62,10 @@ class G1:
     def question(self, text: str) -> str:
         """The content of a message of the user, with what `think` asks for."""
         return clean(text) + self._length
+
+    def reply(self, text: str) -> str:
+        """The content of a message of the assistant, from what the model wrote after `render`."""
+        return self.opening + text
 
     def render(self, messages: Sequence[Message], *, answer: bool = True) -> str:
         """The text of a conversation.

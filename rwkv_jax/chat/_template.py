@@ -75,6 +75,10 @@ class Template:
         """The content of a message of the user."""
         return text.strip()
 
+    def reply(self, text: str) -> str:
+        """The content of a message of the assistant, from what the model wrote after `render`."""
+        return (self.opening + text).strip()
+
     def render(self, messages: Sequence[Message], *, answer: bool = True) -> str:
         """The text of a conversation.
 

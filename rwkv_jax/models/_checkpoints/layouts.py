@@ -3,7 +3,7 @@ tensors."""
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -162,12 +162,12 @@ _REFUSED = {
 """Ends of names of tensors that only other models have than those of `LAYOUTS`."""
 
 
-def layout_of(what: str, names: Mapping[str, Any]) -> Layout:
+def layout_of(what: str, names: Mapping[str, Any], given: Iterable[str] = ()) -> Layout:
     """The layout whose names these are.
 
     Raises:
       ValueError: there is none, or it is a variant without a module. The message begins with
-        `what`.
+        `what`, and has names of `given`, if there are any.
     """
     for end, model in _REFUSED.items():
         if any(name.endswith(end) for name in names):
@@ -176,7 +176,7 @@ def layout_of(what: str, names: Mapping[str, Any]) -> Layout:
     for layout in LAYOUTS:
         if layout.is_of(names):
             return layout
-    some = ", ".join(quoted(name) for name in list(names)[:3])
+    some = ", ".join(quoted(name) for name in list(given or names)[:3])
     raise ValueError(f"{what}: the names of the tensors, {some} ..., are of no generation of RWKV")
 
 

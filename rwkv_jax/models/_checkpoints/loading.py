@@ -92,7 +92,7 @@ def _found(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], Checkpoint]
         beside = configuration.beside(beside.path)
     tensors = beside.with_head(tensors)
     shapes = {name: _shape(x) for name, x in tensors.items()}
-    layout = layout_of(str(path), tensors)
+    layout = layout_of(str(path), tensors, given)
     told = sizes(str(path), layout, shapes)
     beside.check(layout.name, told, shapes)
     config = layout.module.Config(**told)
