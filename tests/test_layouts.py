@@ -137,6 +137,21 @@ def test_saved_for_hugging_face(tmp_path: Path) -> None:
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("names", ["hf", "fla"])
+def test_a_folder_with_another_checkpoint(tmp_path: Path, names: Any) -> None:
+    """It would be read in place of the one that is written."""
+    tensors = checkpoints.rwkv7(**SIZES)
+    params = models.load(written(tmp_path, None, tensors)).params
+    models.save(tmp_path, jax.tree.map(lambda x: -x, params), names=names)
+    assert_same(models.load(tmp_path).params, {name: -x for name, x in tensors.items()})
+    for name in ("model.safetensors.index.json", "model-00001-of-00002.safetensors", "old.pth"):
+        (tmp_path / name).touch()
+        with pytest.raises(ValueError, match=f"which has the checkpoint '{name}'; accepted"):
+            models.save(tmp_path, params, names=names)
+        (tmp_path / name).unlink()
+
+
+@pytest.mark.quick
 def test_embedding_with_its_normalisation(tmp_path: Path) -> None:
     """The model computes no `ln0` then, in any form, and is saved as it is."""
     tensors = {name: x for name, x in checkpoints.rwkv7(**SIZES).items() if name not in UNUSED}

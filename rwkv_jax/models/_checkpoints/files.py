@@ -16,9 +16,7 @@ from rwkv_jax.models._checkpoints.tensors import (
     mapped,
     quoted,
 )
-
-_INDEX = ".index.json"
-_PREFERRED = ("*.safetensors" + _INDEX, "*.safetensors", "*" + _INDEX, "*.pth", "pytorch_model.bin")
+from rwkv_jax.models._checkpoints.writing import INDEX, PATTERNS
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -31,7 +29,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     path = _files.expanded(path)
     if path.is_dir():
         path = _in_folder(path)
-    if not path.name.endswith(_INDEX):
+    if not path.name.endswith(INDEX):
         return _of_file(path, Allowance())
     found: dict[str, Tensor] = {}
     allowance = Allowance()
@@ -57,7 +55,7 @@ def _of_file(path: Path, allowance: Allowance) -> dict[str, Tensor]:
 
 
 def _in_folder(folder: Path) -> Path:
-    for pattern in _PREFERRED:
+    for pattern in PATTERNS:
         if not (found := sorted(folder.glob(pattern))):
             continue
         names = ", ".join(quoted(path.name) for path in found[:10])
@@ -67,7 +65,7 @@ def _in_folder(folder: Path) -> Path:
         if not found[0].name.isprintable():
             raise ValueError(f"{folder}: the name {names} has characters that cannot be printed")
         return found[0]
-    raise ValueError(f"{folder}: the folder has no file {', '.join(_PREFERRED)}")
+    raise ValueError(f"{folder}: the folder has no file {', '.join(PATTERNS)}")
 
 
 def _of_index(path: Path) -> list[str]:

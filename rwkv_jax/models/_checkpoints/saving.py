@@ -47,8 +47,8 @@ def save(path: str | os.PathLike[str], params: Any, *, names: Names = "official"
       TypeError: `params` are not the parameters of a model, or one is no array of a dtype that
         `load` reads.
       ValueError: `path` does not end as it has to, which for quantised weights is as
-        `.safetensors`; or there is no such model by these names; or the model has more tensors than
-        `load` reads.
+        `.safetensors`, or is a folder with another checkpoint; or there is no such model by these
+        names; or the model has more tensors than `load` reads.
       RuntimeError: the parameters are distributed over several processes.
     """
     check.choice("save", "names", names, get_args(Names))
@@ -80,7 +80,7 @@ def save(path: str | os.PathLike[str], params: Any, *, names: Names = "official"
 
 def _write_folder(folder: Path, described: Mapping[str, Any], arrays: Arrays) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    safetensors.write(folder / "model.safetensors", arrays)
+    safetensors.write(folder / writing.IN_FOLDER, arrays)
     (folder / config.FILE).write_text(json.dumps(described, indent=2) + "\n")
 
 

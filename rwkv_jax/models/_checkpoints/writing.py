@@ -14,7 +14,7 @@ import numpy as np
 
 from rwkv_jax import _files
 from rwkv_jax._operator import check
-from rwkv_jax.models._checkpoints.tensors import FLOATS
+from rwkv_jax.models._checkpoints.tensors import FLOATS, quoted
 
 
 class Stored(NamedTuple):
@@ -57,18 +57,32 @@ ENDINGS = (".safetensors", ".pth")
 """The endings of the files of checkpoints."""
 
 
+INDEX = ".index.json"
+PATTERNS = ("*.safetensors" + INDEX, "*.safetensors", "*" + INDEX, "*.pth", "pytorch_model.bin")
+"""The files of a checkpoint in a folder. The first pattern that fits tells which one is read."""
+IN_FOLDER = "model.safetensors"
+"""The file that is written in a folder."""
+
+
 def accepted_target(endings: Collection[str]) -> str:
     """What may be written: a file with one of these endings, or without them a folder."""
     return f"a file {' or '.join(endings)}" if endings else "a folder"
 
 
 def check_target(what: str, path: str | os.PathLike[str], endings: Collection[str]) -> None:
-    """Raise an error that begins with `what` unless the path is one of `accepted_target`."""
+    """Raise an error that begins with `what` unless the path is one of `accepted_target`. A folder
+    has no other checkpoint, which would be read in place of the new one, or beside it."""
     target = _files.expanded(path)
     fits = target.suffix in endings if endings else target.suffix not in ENDINGS
     if not fits or (endings and target.is_dir()):
         found = ", which is a folder" if target.is_dir() else ""
         raise ValueError(f"{what} is {path}{found}; accepted is {accepted_target(endings)}")
+    others = (x.name for pattern in PATTERNS for x in target.glob(pattern) if not endings)
+    if other := next((name for name in others if name != IN_FOLDER), None):
+        raise ValueError(
+            f"{what} is {path}, which has the checkpoint {quoted(other)}; accepted is a folder "
+            "without another checkpoint"
+        )
 
 
 Arrays: TypeAlias = Mapping[str, Stored]
