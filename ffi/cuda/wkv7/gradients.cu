@@ -163,14 +163,16 @@ namespace rwkv_jax::cuda {
 namespace {
 
 // The largest sum of log2 decays of a frame, negated; a chunk with a larger one is steep, and is left to another
-// kernel. It keeps the factors of operands within 2^88.
-constexpr float kMaxFrameLog2 = 174.0f;
+// kernel. It keeps the factors of operands within 2^88 or, of the delta rule, 2^97.
+template <bool kDelta>
+constexpr float kMaxFrameLog2 = kDelta ? 192.0f : 174.0f;
 // The same for each token of the frame. Where all tokens forget more, the gradients of their decays are as small
 // as what rounding leaves of the terms that cancel in them. Of floats less may be left.
 template <typename T>
 constexpr float kMaxMeanLog2 = std::is_same_v<T, float> ? 6.0f : 16.0f;
 constexpr int kCentre = 512;  // more than any c / 2
-static_assert(-kLeastLog2 <= kMaxFrameLog2, "a token that forgets all leaves its frame in range");
+static_assert(-kLeastLog2 <= kMaxFrameLog2<false>,
+              "a token that forgets all leaves its frame in range");
 
 // The warpgroups of a panel share the tokens out: each has a part, which is a half or, of floats, a tile.
 template <int kTerms>
@@ -214,11 +216,13 @@ struct GradientLayout : ChunkParts<kTermsOf<T>> {
   static constexpr int kQrb = kAak + kPanelBytes;
   static constexpr int kQrk = kDelta ? kQrb : kQrb + kPanelBytes;
   static constexpr int kTermBytes = kQrk + kPanelBytes;
-  // If kDelta, kV has v, W and dk, kDz has w, LastFrameRows, -dZ and TokenSums, kM has M and dT, and kQrb has Q and dQ.
-  // kBh has Rt, and kU has At, in the first frame of halves, and then both have KeptKeys.
+  // If kDelta, kV has v, W and dk, kDz has w, kLastKh, -dZ and TokenSums, kM has M and dT, and kQrb has Q and dQ. kBh has
+  // kFirstRt, and kU has At in the first frame of tiles, and then both have KeptKeys.
 
-  // Of halves Rt in the first frame, until Qrb and Qrk are stored.
+  // Rt in the first frame: of halves until Qrb and Qrk are stored, of the delta rule with Kh of the second tile in the
+  // frame of the third one in place of the first tile. And of the delta rule Kh in the last frame.
   static constexpr int kFirstRt = kDelta ? kBh : kTermBytes - kTokenBytes;
+  static constexpr int kLastKh = kDz;
   // float [4, N]: the sums of the log decays of both halves or, of decays without a bound, the factors of S0 and dS,
   // and Centres. Of decays with a bound the factor of S0 comes to row 0 unless kAmple, and at last the other rows
   // have Written and LaterReads. Before that, row 3 has the barriers of LoadBoxes.
@@ -312,7 +316,8 @@ class ChunkGradients {
   using PartAccumulator = typename Terms::Sum;  // 64 channels by the tokens of a part
   static constexpr int kTerms = L::kTerms;
   static constexpr bool kFloat = kTerms > 1;
-  static constexpr bool kHasHalves = kFramed && !kFloat;  // frames of floats are the chunk or tiles
+  // Frames of floats and of the delta rule are the chunk or tiles.
+  static constexpr bool kHasHalves = kFramed && !kFloat && !kDelta;
   static_assert(!kFloat || (kFramed && kMarked && kAmple), "floats have one kernel");
   // Whether heads have no other K and V than N.
   static constexpr bool kFilled = !kMarked || kKeyed || kFloat;
@@ -567,11 +572,11 @@ class ChunkGradients {
         decays.sums[i][f] = frame[f];
         if (kFloat && f != part % kHalfTiles) continue;
         const float tokens = static_cast<float>(counted[kFloat ? 0 : f]);
-        const float most = fminf(kMaxFrameLog2, kMaxMeanLog2<T> * tokens);
+        const float most = fminf(kMaxFrameLog2<kDelta>, kMaxMeanLog2<T> * tokens);
         // Between frames c must fall, also where a token does not decay but grows.
         decays.in_range = decays.in_range && fabsf(frame[f]) <= most && (slow || frame[f] <= 0.0f);
       }
-      decays.in_halves = decays.in_halves && fabsf(sum) <= kMaxFrameLog2;
+      decays.in_halves = decays.in_halves && fabsf(sum) <= kMaxFrameLog2<kDelta>;
       decays.in_chunk = decays.in_chunk && slow;
       decays.centres[i] = StoreStateFactor(Frames::kHalves, frame, i);
       if constexpr (kHasHalves) StoreCentre(half * (kChunkTiles - 1), i, decays.centres[i]);
@@ -590,7 +595,13 @@ class ChunkGradients {
                                                                       : Frames::kTiles;
     if (frames != Frames::kTiles) return false;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) StoreStateFactor(Frames::kTiles, decays.sums[i], i);
+    for (int i = 0; i < 2; ++i) {
+      StoreStateFactor(Frames::kTiles, decays.sums[i], i);
+#pragma unroll
+      for (int tile = 0; tile < L::kPartTiles; ++tile)
+        StoreCentre(FirstTile() + tile, i,
+                    Centre(Frames::kTiles, decays.sums[i], kFloat ? part % kHalfTiles : tile));
+    }
     // Without a list no chunk is steep: floats with a bound have this kernel too.
     if (all(decays.in_range) || steep == nullptr) return false;
     if (threadIdx.x == 0) AddChunk(steep);
@@ -598,7 +609,7 @@ class ChunkGradients {
     return true;
   }
 
-  // With kFramed: c of the frames of this part, in `decays` and, of tiles, in Centres.
+  // With kFramed: c of the frames of this part, in `decays`.
   __device__ __forceinline__ void SetCentres(Decays& decays) const {
     const auto set = [&](auto centre) {
 #pragma unroll
@@ -617,11 +628,7 @@ class ChunkGradients {
     if (frames != Frames::kTiles)
       set([&](int i, int) { return decays.centres[i]; });
     else
-      set([&](int i, int f) {
-        const float c = Centre(Frames::kTiles, decays.sums[i], f);
-        StoreCentre(half * kHalfTiles + f, i, c);
-        return c;
-      });
+      set([&](int i, int f) { return Centre(Frames::kTiles, decays.sums[i], f); });
   }
 
   // At, Rt, Bh and Kh of this part, in place; of floats as terms.
@@ -669,6 +676,7 @@ class ChunkGradients {
         scale(L::kAt, a);
         set([&](int i, int j) { return e[i][j] * factor; });
         scale(L::kRt, r);
+        if (frames == Frames::kTiles) BringToOtherFrames(FirstTile() + tile, k, a, r);
         continue;
       }
       if constexpr (kKeyed)
@@ -741,6 +749,30 @@ class ChunkGradients {
     }
   }
 
+  // Of the delta rule with frames of tiles, from the operands of a tile: what products over channels take of it in
+  // other frames.
+  __device__ __forceinline__ void BringToOtherFrames(int tile, const Left (&kh)[kTerms],
+                                                     const Left (&at)[kTerms],
+                                                     const Left (&rt)[kTerms]) const {
+    const auto factors_to = [&](int frame, uint32_t (&factors)[2]) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) factors[i] = OwnFactors(i, tile, frame);
+    };
+    const auto bring = [&](const Left(&x)[kTerms], const uint32_t (&factors)[2], int to, int row) {
+      Left y[kTerms];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) y[0][i] = MultiplyTwice(x[0][i], factors[i % 2]);
+      OwnChannels(to).Store(row, y);
+    };
+    uint32_t to_first[2], to_last[2], to_third[2];
+    factors_to(0, to_first), factors_to(kChunkTiles - 1, to_last);
+    if (tile == 1) factors_to(2, to_third);
+    bring(at, to_first, FirstFrame(L::kAt), tile);
+    bring(kh, to_last, L::kLastKh, tile);
+    if (tile > 0) bring(rt, to_first, FirstFrame(L::kRt), tile);
+    if (tile == 1) bring(kh, to_third, FirstFrame(L::kRt), 0);
+  }
+
   // Of halves, from the operands of this half: At and Rt in the first frame, and LastFrameRows.
   __device__ __forceinline__ void BringToOtherFrame() const {
     uint32_t factors[2];
@@ -750,7 +782,7 @@ class ChunkGradients {
     const auto bring = [&](auto of_half) {
       constexpr bool kFirst = decltype(of_half)::value == 0;
       constexpr int kOffsets[4] = {L::kAt, L::kRt, L::kKh, L::kBh};
-      constexpr int kCount = !kFirst ? 2 : kDelta ? 3 : 4;
+      constexpr int kCount = kFirst ? 4 : 2;
       Left x[kCount][kHalfTiles][kTerms];
 #pragma unroll
       for (int i = 0; i < kCount * kHalfTiles; ++i)
@@ -806,13 +838,39 @@ class ChunkGradients {
     const bool of_a = i < (kDelta ? 1 : 2);
     const int left = of_a ? L::kAt : L::kRt, right = !kDelta && i % 2 == 0 ? L::kBh : L::kKh;
     Accumulator<8> sum;
-    ChannelProduct<false>(sum, AllChannels(left), AllChannels(right), warp,
-                          AllChannels(FirstFrame(left)), AllChannels(right));
-    Finish(sum);
-    if (kHasHalves && !kDelta && frames == Frames::kHalves && to >= L::kFirstRt)
+    if (kDelta && frames == Frames::kTiles) {
+      FramesProduct(sum, left);
+    } else {
+      ChannelProduct<false>(sum, AllChannels(left), AllChannels(right), warp,
+                            AllChannels(FirstFrame(left)), AllChannels(right));
+      Finish(sum);
+    }
+    if (kHasHalves && frames == Frames::kHalves && to >= L::kFirstRt)
       WaitForHalf();  // until Rt in the first frame has been read
     if (kDelta && of_a) Negate(sum);
     StoreLower<L>(warp, At(to), !of_a, LoadMarks(), sum);
+  }
+
+  // Of the delta rule with frames of tiles: the lower triangle of left Kh^T, where a warp has the rows of a tile. Those
+  // of the first tile are multiplied in its frame, all others in the frame of the rows.
+  __device__ __forceinline__ void FramesProduct(Accumulator<8>& sum, int left) const {
+    ForEachElement<8>([&](int fragment, int e) { sum[fragment][e] = 0.0f; });
+    const Along own = AllChannels(left), first = AllChannels(warp == 0 ? left : FirstFrame(left));
+    const auto right_of = [&](int column) {
+      // In the frame of the third tile only the second one is needed, and lies in the first place.
+      const int third = FirstFrame(L::kRt) - kTileTokens * kRowBytes;
+      return AllChannels(column == 0 || column == warp ? L::kKh : warp == 2 ? third : L::kLastKh);
+    };
+#pragma unroll(kPanelTiles)
+    for (int tile = 0; tile < kTiles; ++tile) {
+      Left x[2][kTerms];
+      first.Tile(tile).LoadLeft(warp, x[0][0]);
+      own.Tile(tile).LoadLeft(warp, x[1][0]);
+#pragma unroll
+      for (int column = 0; column < kChunkTiles; ++column)
+        if (column <= warp)
+          AddFrameProduct<L>(sum, column, x[column > 0], right_of(column).Tile(tile));
+    }
   }
 
   // M, Aak, Qrb and Qrk, shared out among the warpgroups. The warpgroup that inverts a product has
@@ -842,7 +900,8 @@ class ChunkGradients {
     Accumulator<8> z, u;
     Left rounded[kChunkTiles][kTerms];
     const bool halves = kFramed && frames == Frames::kHalves;
-    const Along at = AllChannels(halves ? FirstFrame(L::kAt) : L::kAt);
+    const bool other = halves || (kDelta && frames == Frames::kTiles);
+    const Along at = AllChannels(other ? FirstFrame(L::kAt) : L::kAt);
     ChannelProduct<true>(z, StartRows(), at, 0, StartRows(), at);
     if (const ChunkMarks marks = LoadMarks(); marks.starts != 0) {
       Finish(z);
@@ -862,7 +921,7 @@ class ChunkGradients {
     RoundPanel(z, rounded);
     Product<L, false>(u, rounded, Along{At(L::kM)});
     Finish(u);
-    if (halves && !kDelta) WaitForHalf();  // until At in the first frame has been read
+    if (halves) WaitForHalf();  // until At in the first frame has been read
     OwnChannels(kSolved).template StoreSum<__nv_bfloat16>(0, u);
     PublishOperands();
     WaitForHalf();
@@ -932,9 +991,9 @@ class ChunkGradients {
     Accumulator<8> du;
     PublishOperands();
     WaitForHalf();
-    constexpr int kWrites = kDelta ? L::kKh : L::kBh;
-    ChannelProduct<false>(du, GradientRows(), AllChannels(kWrites), kChunkTiles - 1, GradientRows(),
-                          LastFrameRows(kWrites, 0));
+    const int writes = !kDelta ? L::kBh : frames == Frames::kTiles ? L::kLastKh : L::kKh;
+    ChannelProduct<false>(du, GradientRows(), AllChannels(writes), kChunkTiles - 1, GradientRows(),
+                          LastFrameRows(writes, 0));
     KeepLastSegment(du);
     Product<L, true, kChunkTiles>(warp, du, Down{OwnPanel(L::kDy)}, Down{At(L::kQrb)});
     Finish(du);
@@ -987,7 +1046,6 @@ class ChunkGradients {
     Product<L, false>(dz, rounded, Down{At(L::kM)});
     Finish(dz);
     Negate(dz);
-    if (frames == Frames::kHalves) WaitForHalf();  // until LastFrameRows have been read
     OwnChannels(L::kDz).template StoreSum<__nv_bfloat16>(0, dz);
     PublishOperands();
     Arrive(B::kDzStored, L::kThreads);
@@ -1545,7 +1603,7 @@ class ChunkGradients {
   // Whether a channel decays so little in this half, by the sums of its tiles, that its c is 0.
   static __device__ bool IsSlow(const float (&sums)[kHalfTiles]) {
     return fmaxf(fabsf(sums[0] + sums[1]), fmaxf(fabsf(sums[0]), fabsf(sums[1]))) <=
-           0.5f * kMaxFrameLog2;
+           0.5f * kMaxFrameLog2<kDelta>;
   }
   // c of the frame with the tile `f` of this half. G ends at 0 in half 0, and begins at 0 in half 1.
   __device__ float Centre(Frames of, const float (&sums)[kHalfTiles], int f) const {
@@ -1650,7 +1708,7 @@ class ChunkGradients {
     return {rows.panel + half * kHalfTokens * kRowBytes, rows.panel_bytes};
   }
   __device__ Along HalfRows(int offset) const { return RowsOf(half, AllChannels(offset)); }
-  // Of halves: where At or Rt of all tokens lies in the first frame.
+  // Of halves, or of tiles and the delta rule: where At or Rt of all tokens lies in the first frame.
   static __device__ int FirstFrame(int offset) { return offset == L::kAt ? L::kU : L::kFirstRt; }
   // Of halves: the rows of Bh or Kh of the first half of the tokens, in the last frame, from a panel on.
   __device__ Along LastFrameRows(int offset, int from_panel) const {
@@ -1907,7 +1965,8 @@ class ChunkGradients {
   }
 
   // Starts sum = left right over all channels, whose columns are the tokens of the chunk. Of tiles it brings them
-  // from their own frames to `frame`: those of that frame, and those behind it if kLater, or else those before it.
+  // from their own frames to `frame`: those of that frame, and those behind it if kLater, or else those before it. Of
+  // the delta rule both operands are in the same frame.
   // Of halves `right` is in the first frame if kLater; if not, the sums for the first half are those of
   // first_left and first_right.
   template <bool kLater, typename LeftOperand>
@@ -1918,10 +1977,10 @@ class ChunkGradients {
     constexpr bool kSaved = std::is_same_v<LeftOperand, SavedRows>;
     Left saved[kTiles][kTerms];
     if constexpr (kSaved)
-      if (!kFramed || frames != Frames::kTiles)
+      if (kDelta || !kFramed || frames != Frames::kTiles)
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) left.Tile(tile).LoadLeft(warp, saved[tile][0]);
-    if (!kFramed || frames == Frames::kChunk ||
+    if (kDelta || !kFramed || frames == Frames::kChunk ||
         (kHasHalves && kLater && frames == Frames::kHalves)) {
       if constexpr (kSaved)
         Product<L, false>(sum, saved, right);

@@ -69,11 +69,13 @@
 // In reverse the three arrays At = -beta K' exp(G'), Bh = K' exp(-G') and Kh = scale Q exp(-G') differ, but are
 // made from two.
 //
-// A far tile of such a call advances the state at once. In its far channels G is counted from the start of the
-// tile for what reads S, and from the end of the tile for what is written, and S is multiplied by exp(G) of the
-// whole tile after it has been read: no factor is above 1. Products of two tokens of these operands would have
-// other factors, so the warps that scale far channels multiply their tokens too (MultiplyFarTokens), and
-// TokenProducts adds up what these warps have, always in the same order.
+// A tile of such a call counts from less than half of its sum where else one normal factor would not bring S from the
+// tile before to this one. It is far where then more than 2^kLeastRestLog2 would be left for what is after that place,
+// and advances the state at once. In its far channels G is counted from the start of the tile for what reads S, and
+// from the end of the tile for what is written, and S is multiplied by exp(G) of the whole tile after it has been read:
+// no factor is above 1. Products of two tokens of these operands would have other factors, so the warps that scale far
+// channels multiply their tokens too (MultiplyFarTokens), and TokenProducts adds up what these warps have, always in
+// the same order.
 //
 // Where such a call has one decay for a head, its exponentials are factors of tokens. They multiply rows and
 // columns of sums instead of operands: those of the products of two tokens, exp(G_t - G_s), those of At S^T and
@@ -136,6 +138,8 @@ constexpr int kFarFrames = 4, kFarFrameTokens = kTileTokens / kFarFrames;
 // frame of a far tile has less, its tokens have at least their share of it each.
 constexpr float kMinFrameLog2 = -126.0f, kLeastInFrame = kMinFrameLog2 / kFarFrameTokens;
 static_assert(2 * kLeastLog2 > kMinFrameLog2, "two tokens that forget all leave a frame as it is");
+// Of the delta rule: the least sum of log2 decays of a tile behind the place from which it counts, unless it is far.
+constexpr float kLeastRestLog2 = -87.0f;
 
 // What kernels differ in by their inputs.
 enum class Kind {
@@ -346,18 +350,34 @@ __device__ bool CentreFrames(int warp, const Ones& inclusive, const Ones& exclus
                              const uint32_t (&log_decays)[L::kTerms][4], float* factors,
                              TileSums& sums, Carry& carry) {
   constexpr int kStride = L::kDecayBytes / sizeof(float);
-  float half[2][2], log[2][2];
+  // Of the sum of a frame: S is multiplied by the first part before the frame, and by the rest after it.
+  float half[2][2], rest[2][2], log[2][2];
+  const auto for_columns = [](auto&& fn) {
+    ForEachElement<1>([&](int, int e) { fn(e / 2, e % 2); });
+  };
   const auto store = [&](int frame) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-#pragma unroll
-      for (int j = 0; j < 2; ++j)
-        log[i][j] = carry.sum[i][j] + half[i][j], carry.sum[i][j] = half[i][j];
+    for_columns([&](int i, int j) {
+      log[i][j] = carry.sum[i][j] + half[i][j], carry.sum[i][j] = rest[i][j];
+    });
     StoreExponentials<L>(warp, log, factors + frame * kStride);
   };
-  sums.GetRow(kTileTokens - 1, 0.5f, half);
+  const auto halve = [&](int row) {
+    sums.GetRow(row, 0.5f, half);
+    for_columns([&](int i, int j) { rest[i][j] = half[i][j]; });
+  };
+  halve(kTileTokens - 1);
   bool far = false;
-  ForEachElement<1>([&](int, int e) { far = far || half[e / 2][e % 2] < 0.5f * kMinFrameLog2; });
+  for_columns([&](int i, int j) {
+    if constexpr (L::kFarAtOnce) {
+      const float all = half[i][j] + rest[i][j];
+      // So that S has a normal factor, however that is rounded.
+      half[i][j] = fmaxf(half[i][j], kMinFrameLog2 + 1.0f - carry.sum[i][j]);
+      rest[i][j] = all - half[i][j];
+      far = far || rest[i][j] < kLeastRestLog2;
+    } else {
+      far = far || half[i][j] < 0.5f * kMinFrameLog2;
+    }
+  });
   far = __any_sync(~0u, far);
   if (!far) {
     sums.Subtract([&](int i, int e) { return half[i][e % 2]; });
@@ -370,7 +390,7 @@ __device__ bool CentreFrames(int warp, const Ones& inclusive, const Ones& exclus
   }
   if constexpr (L::kFarAtOnce) {
     StoreExponentials<L>(warp, carry.sum, factors);
-    sums.GetRow(kTileTokens - 1, 1.0f, log);
+    for_columns([&](int i, int j) { log[i][j] = half[i][j] + rest[i][j]; });
     StoreExponentials<L>(warp, log, factors + kStride);
     carry = {};
     return true;
@@ -402,7 +422,7 @@ __device__ bool CentreFrames(int warp, const Ones& inclusive, const Ones& exclus
   sums.Add(in_frames(inclusive).a, in_frames(exclusive).a, floored);
 #pragma unroll
   for (int frame = 0; frame < kFarFrames; ++frame) {
-    sums.GetRow(frame * kFarFrameTokens + kFarFrameTokens - 1, 0.5f, half);
+    halve(frame * kFarFrameTokens + kFarFrameTokens - 1);
     store(frame);
   }
   float own[2][4];  // the sums of the frames of the rows of this lane
