@@ -1061,9 +1061,8 @@ class ChunkGradients {
     for (int tile = 0; tile < kTiles; ++tile) LoadStart(tile, sp[tile]);
     Products<L, false>(pair, sp, 0, {HalfRows(L::kDy), HalfRows(L::kDz)});
     const auto add_triangles = [&](auto tiles) {
-      AddTriangles<decltype(tiles)::value>(
-          pair, 0, 0, Triangles<Along, 2>{L::kKh, {HalfRows(L::kQrb), HalfRows(L::kM)}},
-          NoTriangles(), [&] {
+      AddFrameTriangles<Along, decltype(tiles)::value, 1>(
+          pair, {{L::kKh, {HalfRows(L::kQrb), HalfRows(L::kM)}}}, [&] {
             if (const ChunkMarks marks = LoadMarks(); marks.starts != 0)
               for (HalfAccumulator& sum : pair)
                 KeepTokens<kHalfFragments>(half * kHalfTokens, 0, marks.FirstStart(), sum);
@@ -1096,20 +1095,24 @@ class ChunkGradients {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) LoadGradient(tile, ds[tile]);
     Products<L, false>(sums, ds, 0, {HalfRows(L::kV)});
-    const auto add_triangles = [&](auto tiles, int first_tile) {
-      AddTriangles<decltype(tiles)::value>(
-          sums, first_tile, kChunkTiles - 1, Triangles<Down, 1>{L::kRt, {HalfColumns(L::kQrb)}},
-          Triangles<Down, 1>{L::kAt, {HalfColumns(L::kM)}}, [&] {
+    const auto add_triangles = [&](auto tiles) {
+      AddFrameTriangles<Down, decltype(tiles)::value, 2>(
+          sums, {{L::kRt, {HalfColumns(L::kQrb)}}, {L::kAt, {HalfColumns(L::kM)}}}, [&] {
             if (const ChunkMarks marks = LoadMarks(); marks.starts != 0)
               KeepTokens<kHalfFragments>(half * kHalfTokens, marks.LastStart(), kChunkTokens,
                                          sums[0]);
-            AddWritten<kHalfFragments>(L::kKh, FirstTile(), sums[0], terms);
+            float of_first[2] = {};
+            AddWritten<2>(L::kKh, FirstTile(), &sums[0][0], of_first);
+            AddWritten<2>(L::kKh, FirstTile() + 1, &sums[0][2], terms.written);
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+              terms.written[i] += InFrame(of_first[i], i, FirstTile() + 1, FirstTile());
           });
     };
     if (half == 0)
-      add_triangles(std::integral_constant<int, kChunkTiles>(), 0);
+      add_triangles(std::integral_constant<int, kChunkTiles>());
     else
-      add_triangles(std::integral_constant<int, kHalfTiles>(), kHalfTiles);
+      add_triangles(std::integral_constant<int, kHalfTiles>());
     AddReads(L::kKh, -1.0f, sums[0], terms);
     HalfAccumulator keys;
 #pragma unroll
@@ -1168,8 +1171,8 @@ class ChunkGradients {
               for (HalfAccumulator& sum : pair)
                 KeepTokens<kHalfFragments>(half * kHalfTokens, marks.LastStart(), kChunkTokens,
                                            sum);
-            AddWritten<kHalfFragments>(L::kBh, FirstTile(), pair[0], terms);
-            AddWritten<kHalfFragments>(L::kKh, FirstTile(), pair[1], terms);
+            AddWritten<kHalfFragments>(L::kBh, FirstTile(), pair[0], terms.written);
+            AddWritten<kHalfFragments>(L::kKh, FirstTile(), pair[1], terms.written);
           });
     };
     // Tokens are read by later tokens: the second half by the second half alone.
@@ -1345,7 +1348,7 @@ class ChunkGradients {
       AddTriangles(sum, kChunkTiles - 1, OneTriangle<Down>{L::kRt, {At(first ? L::kQrb : L::kQrk)}},
                    OneTriangle<Down>{L::kAt, {At(first ? L::kM : L::kAak)}}, [&] {
                      if (marks.starts != 0) KeepTokens<8>(0, marks.LastStart(), kChunkTokens, sum);
-                     AddWritten<8>(first ? L::kBh : L::kKh, 0, sum, terms);
+                     AddWritten<8>(first ? L::kBh : L::kKh, 0, sum, terms.written);
                    });
     } else {
       Product<L, false, kTiles>(warp, sum, Down{At(L::kSp)}, Along{At(StagedBy(group))});
@@ -1867,16 +1870,15 @@ class ChunkGradients {
     int left;
     Right of[kSums];
   };
-  struct NoTriangles {};
 
   // sums += the products with triangles, over kTiles tiles of tokens from `first_tile` on; the
   // other tiles of a triangle are zero for this half. Before it brings the sums from their own frames to
   // `frame`, and `meanwhile` sees them so.
-  template <int kTiles, int kSums, typename Right, typename Next, typename Fn>
+  template <int kTiles, int kSums, typename Right, typename Fn>
   __device__ __forceinline__ void AddTriangles(HalfAccumulator (&sums)[kSums], int first_tile,
                                                int frame, const Triangles<Right, kSums>& triangles,
-                                               const Next& next, Fn&& meanwhile) const {
-    constexpr bool kNext = !std::is_same_v<Next, NoTriangles>;
+                                               const Triangles<Right, kSums>& next,
+                                               Fn&& meanwhile) const {
     if (kFramed && frames == Frames::kTiles) {
       FinishAll(sums);
 #pragma unroll
@@ -1896,7 +1898,7 @@ class ChunkGradients {
       for (int tile = first_tile; tile < first_tile + kTiles; ++tile) {
         Left left[2][1][kTerms];
         LoadTransposedPanel<L>(OwnPanel(triangles.left), warp, tile, left[0]);
-        if constexpr (kNext) LoadTransposedPanel<L>(OwnPanel(next.left), warp, tile, left[1]);
+        LoadTransposedPanel<L>(OwnPanel(next.left), warp, tile, left[1]);
 #pragma unroll
         for (int own_tile = 0; own_tile < kHalfTiles; ++own_tile) {
           uint32_t factors[2];
@@ -1912,7 +1914,7 @@ class ChunkGradients {
               AddFrameProduct<L>(sums[j], own_tile, scaled, triangles.of[j].Tile(tile));
           };
           add(left[0][0], triangles);
-          if constexpr (kNext) add(left[1][0], next);
+          add(left[1][0], next);
         }
       }
       return;
@@ -1951,10 +1953,65 @@ class ChunkGradients {
     meanwhile();
     // A left operand is loaded while the products before it run.
     Products<L, true>(sums, left, first_tile, triangles.of);
-    if constexpr (kNext) {
-      load(next.left, next_left);
-      Products<L, true>(sums, next_left, first_tile, next.of);
+    load(next.left, next_left);
+    Products<L, true>(sums, next_left, first_tile, next.of);
+    FinishAll(sums);
+  }
+  // Of the delta rule: the same, over the tiles that this half has terms of. Frames of tiles are met one after another,
+  // from that of the state on: sums are in that of the nearer tile of this half while they get terms of all tiles but
+  // the further one of this half, and so `meanwhile` sees them. Then what they have of the latter is brought there.
+  template <typename Right, int kTiles, int kLefts, int kSums, typename Fn>
+  __device__ __forceinline__ void AddFrameTriangles(
+      HalfAccumulator (&sums)[kSums], const Triangles<Right, kSums> (&triangles)[kLefts],
+      Fn&& meanwhile) const {
+    constexpr bool kDown = std::is_same_v<Right, Down>, kHasFar = kTiles == kChunkTiles;
+    constexpr int kFirst = kDown ? kChunkTiles - kTiles : 0, kFrame = kDown ? kChunkTiles - 1 : 0;
+    constexpr int kNear = kDown ? kFirst + 1 : kTiles - 2, kLast = kDown ? kFirst : kTiles - 1;
+    constexpr int kFar = kDown ? kHalfTiles : 0;  // the first tile of the other half
+    const bool scales = frames == Frames::kTiles;
+    uint32_t factors[kHalfTiles][2];
+    if (kHasFar && scales)
+#pragma unroll
+      for (int i = 0; i < kHalfTiles * 2; ++i)
+        factors[i / 2][i % 2] = OwnFactors(i % 2, kFar + i / 2, kNear);
+    Left left[kLefts][kTiles - 1][kTerms], last[kLefts][1][kTerms];
+    const auto load = [&](int i) {
+      LoadTransposedPanel<L>(OwnPanel(triangles[i].left), warp, kFirst + kDown, left[i]);
+      LoadTransposedPanel<L>(OwnPanel(triangles[i].left), warp, kLast, last[i]);
+      if (kHasFar && scales)
+#pragma unroll
+        for (int j = 0; j < kHalfTiles * 4; ++j) {
+          uint32_t& x = left[i][kDown + j / 4][0][j % 4];
+          x = MultiplyTwice(x, factors[j / 4][j % 2]);
+        }
+    };
+    const auto scale = [&](int first, int fragments, int from, int to) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float factor = Bf16::Low(OwnFactors(i, from, to));
+        for (HalfAccumulator& sum : sums)
+#pragma unroll
+          for (int j = 0; j < 2 * fragments; ++j) {
+            float& x = sum[first + j / 2][2 * i + j % 2];
+            x = x * factor * factor;
+          }
+      }
+    };
+    load(0);
+    FinishAll(sums);
+    if (kHasFar && scales) scale(0, kHalfFragments, kFrame, kNear);
+    meanwhile();
+#pragma unroll
+    for (int i = 0; i < kLefts; ++i) {
+      if (i > 0) load(i);
+      Products<L, true>(sums, left[i], kFirst + kDown, triangles[i].of);
     }
+    if (scales) {
+      FinishAll(sums);
+      scale(kDown ? 0 : 2, 2, kNear, kLast);
+    }
+#pragma unroll
+    for (int i = 0; i < kLefts; ++i) Products<L, true>(sums, last[i], kLast, triangles[i].of);
     FinishAll(sums);
   }
   template <int kSums>
@@ -2087,23 +2144,25 @@ class ChunkGradients {
         terms.written[j % 2] += of_s.x * of_ds.x + of_s.y * of_ds.y;
       }
     }
-    if (kFramed && frames != Frames::kChunk)
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float factor = Bf16::Low(OwnFactors(i, 0, kChunkTiles - 1));
-        terms.written[i] = terms.written[i] * factor * factor;
-      }
+    for (int i = 0; i < 2; ++i) terms.written[i] = InFrame(terms.written[i], i, 0, kChunkTiles - 1);
+  }
+
+  // Brings an element for channel `lower` of this lane from one frame to another.
+  __device__ __forceinline__ float InFrame(float x, int lower, int from, int to) const {
+    if (!kFramed || frames == Frames::kChunk) return x;
+    const float factor = Bf16::Low(OwnFactors(lower, from, to));
+    return x * factor * factor;
   }
 
   // Adds dS * S_L for what the tokens from a tile on have written to S_L: an operand times its
   // gradient by dS alone.
   template <int kFragments>
-  __device__ __forceinline__ void AddWritten(int scaled, int first_tile,
-                                             const Accumulator<kFragments>& sum,
-                                             Terms& terms) const {
+  __device__ __forceinline__ void AddWritten(int scaled, int first_tile, const float (*sum)[4],
+                                             float (&written)[2]) const {
     OwnChannels(scaled).template ForEachPair<kFragments / 2>(
         first_tile, [&](int fragment, int e, float low, float high) {
-          terms.written[e / 2] += low * sum[fragment][e] + high * sum[fragment][e + 1];
+          written[e / 2] += low * sum[fragment][e] + high * sum[fragment][e + 1];
         });
   }
 
