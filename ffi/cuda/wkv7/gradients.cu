@@ -856,20 +856,37 @@ class ChunkGradients {
   __device__ __forceinline__ void FramesProduct(Accumulator<8>& sum, int left) const {
     ForEachElement<8>([&](int fragment, int e) { sum[fragment][e] = 0.0f; });
     const Along own = AllChannels(left), first = AllChannels(warp == 0 ? left : FirstFrame(left));
-    const auto right_of = [&](int column) {
-      // In the frame of the third tile only the second one is needed, and lies in the first place.
-      const int third = FirstFrame(L::kRt) - kTileTokens * kRowBytes;
-      return AllChannels(column == 0 || column == warp ? L::kKh : warp == 2 ? third : L::kLastKh);
-    };
-#pragma unroll(kPanelTiles)
-    for (int tile = 0; tile < kTiles; ++tile) {
-      Left x[2][kTerms];
-      first.Tile(tile).LoadLeft(warp, x[0][0]);
-      own.Tile(tile).LoadLeft(warp, x[1][0]);
+    // In the frame of the third tile only the second one is needed, and lies in the first place.
+    const int third = L::kFirstRt - kTileTokens * kRowBytes;
+    Along right[kChunkTiles];
+#pragma unroll
+    for (int column = 0; column < kChunkTiles; ++column) {
+      const bool plain = column == 0 || column == warp;
+      const int panel = Opaque(At(plain ? L::kKh : warp == 2 ? third : L::kLastKh));
+      right[column] = {static_cast<uint32_t>(panel), L::kPanelBytes};
+    }
+    // Operands of a tile are loaded while those before it are multiplied.
+    Left x[2][2];
+    uint32_t b[2][kChunkTiles][4];
+    const auto load = [&](int tile) {
+      first.Tile(tile).LoadLeft(warp, x[tile % 2][0]);
+      own.Tile(tile).LoadLeft(warp, x[tile % 2][1]);
 #pragma unroll
       for (int column = 0; column < kChunkTiles; ++column)
-        if (column <= warp)
-          AddFrameProduct<L>(sum, column, x[column > 0], right_of(column).Tile(tile));
+        if (column <= warp) right[column].Tile(tile).Load(column, b[tile % 2][column]);
+    };
+    load(0);
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      if (tile + 1 < kTiles) load(tile + 1);
+#pragma unroll
+      for (int column = 0; column < kChunkTiles; ++column)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const uint32_t (&of)[4] = b[tile % 2][column];
+          if (column <= warp)
+            WarpMultiply(sum[2 * column + i], x[tile % 2][column > 0], of[2 * i], of[2 * i + 1]);
+        }
     }
   }
 
