@@ -142,6 +142,13 @@ ALONE = [
         1,
         1,
     ),
+    (
+        "kimi_delta_attention",
+        Case(1, 200, 1, 128, dtype="bfloat16", decay="log", regime="steeper"),
+        None,
+        132,
+        1,
+    ),
     ("wkv5", Case(1, 0, 2, 16, decay="log"), None, 132, 1),
     ("wkv6", Case(2, 1, 1, 32, decay="log"), None, 132, 1),
     ("wkv6", Case(2, 70, 2, 16, decay="exp", regime="mixed"), None, 1, 0.3),

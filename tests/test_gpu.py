@@ -112,7 +112,7 @@ def _delta_rule(B: int, T: int, H: int, K: int, **more: Any) -> Case:
         *(
             _delta_rule(1, 130, 3, k, regime=regime)
             for k in (64, 128)
-            for regime in ("steep", "near 0", "near 1", "mixed", "extreme")
+            for regime in ("steep", "steeper", "near 0", "near 1", "mixed", "extreme")
         ),
         _delta_rule(1, 65, 300, 64),
         _delta_rule(0, 65, 2, 64),

@@ -152,8 +152,14 @@ def _log_decay(form: str, rate: np.ndarray) -> np.ndarray:
 
 
 def decays(case: Case, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """`w` of one regime: as in the model, steep, factors near 0 or 1, or extremes of the dtype."""
-    ranges = {"near 0": (15.0, 30.0), "steep": (1.0, 4.0), "near 1": (1e-5, 1e-3)}
+    """`w` of one regime: as in the model, steep, steeper (16 tokens leave about 2^-127 of a state),
+    factors near 0 or 1, or extremes of the dtype."""
+    ranges = {
+        "near 0": (15.0, 30.0),
+        "steep": (1.0, 4.0),
+        "steeper": (4.0, 7.0),
+        "near 1": (1e-5, 1e-3),
+    }
     low, high = ranges.get(case.regime, (0.005, 0.6))
     w = _log_decay(case.decay, rng.uniform(low, high, shape))
     extremes = np.array([-LARGEST[case.dtype], -100.0, 100.0, LARGEST[case.dtype]])

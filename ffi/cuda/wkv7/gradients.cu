@@ -23,7 +23,8 @@
 // a half of the chunk is a frame or, where a half decays too far, a tile, and G is counted from the middle of the
 // chunk. c is an even number near the middle of G in the frame, so that the factors stay in range where decays are
 // steep. Where a channel decays less in a half, its c is 0 there, and where that is so of all, the chunk is one
-// frame. Products of tiles are not those of a warpgroup, and take longer. Of floats a half is never a frame.
+// frame. Of tiles, products over channels are those of single warps, and take longer. Of floats and of the delta rule a
+// half is never a frame.
 //
 // Floats are multiplied in terms (matrix.cuh), which ScaleOperands and ScaleState make of them. One kernel takes
 // them with any decay and any marks. It needs nearly all shared memory of a multiprocessor of compute capability
@@ -55,7 +56,8 @@
 // belongs to the first frame and dSh to the last. It is a power of two, so that multiplying by it rounds nothing.
 // The left operand of a product is multiplied by it in registers, or the sum where all its terms have the same.
 // Of halves, products over channels take what they need of the other frame from shared memory: ScaleOperands leaves
-// it where U, dZ, Qrb and Qrk will be stored, and a barrier of the half is before each of these stores.
+// it where U, dZ, Qrb and Qrk will be stored, and a barrier of the half is before each of these stores. Of the delta
+// rule there is room for what they need of all frames of tiles, and those with states are of warpgroups again.
 //
 // A log decay scales what later tokens read and does not scale what later tokens write, so its
 // gradient is a sum over the tokens from its own on,
