@@ -581,7 +581,10 @@ class ChunkGradients {
       decays.in_halves = decays.in_halves && fabsf(sum) <= kMaxFrameLog2<kDelta>;
       decays.in_chunk = decays.in_chunk && slow;
       decays.centres[i] = StoreStateFactor(Frames::kHalves, frame, i);
-      if constexpr (kHasHalves) StoreCentre(half * (kChunkTiles - 1), i, decays.centres[i]);
+      if constexpr (kHasHalves)
+#pragma unroll
+        for (int f = 0; f < kHalfTiles; ++f)
+          StoreCentre(half * kHalfTiles + f, i, decays.centres[i]);
     }
   }
 
@@ -1080,7 +1083,7 @@ class ChunkGradients {
     for (int tile = 0; tile < kTiles; ++tile) LoadStart(tile, sp[tile]);
     Products<L, false>(pair, sp, 0, {HalfRows(L::kDy), HalfRows(L::kDz)});
     const auto add_triangles = [&](auto tiles) {
-      AddFrameTriangles<Along, decltype(tiles)::value, 1>(
+      AddTriangles<Along, decltype(tiles)::value, 1>(
           pair, {{L::kKh, {HalfRows(L::kQrb), HalfRows(L::kM)}}}, [&] {
             if (const ChunkMarks marks = LoadMarks(); marks.starts != 0)
               for (HalfAccumulator& sum : pair)
@@ -1115,17 +1118,12 @@ class ChunkGradients {
     for (int tile = 0; tile < kTiles; ++tile) LoadGradient(tile, ds[tile]);
     Products<L, false>(sums, ds, 0, {HalfRows(L::kV)});
     const auto add_triangles = [&](auto tiles) {
-      AddFrameTriangles<Down, decltype(tiles)::value, 2>(
+      AddTriangles<Down, decltype(tiles)::value, 2>(
           sums, {{L::kRt, {HalfColumns(L::kQrb)}}, {L::kAt, {HalfColumns(L::kM)}}}, [&] {
             if (const ChunkMarks marks = LoadMarks(); marks.starts != 0)
               KeepTokens<kHalfFragments>(half * kHalfTokens, marks.LastStart(), kChunkTokens,
                                          sums[0]);
-            float of_first[2] = {};
-            AddWritten<2>(L::kKh, FirstTile(), &sums[0][0], of_first);
-            AddWritten<2>(L::kKh, FirstTile() + 1, &sums[0][2], terms.written);
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-              terms.written[i] += InFrame(of_first[i], i, FirstTile() + 1, FirstTile());
+            AddWrittenOfHalf({L::kKh}, sums, terms);
           });
     };
     if (half == 0)
@@ -1181,24 +1179,24 @@ class ChunkGradients {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) LoadGradient(tile, ds[tile]);
     Products<L, false>(pair, ds, 0, {HalfRows(L::kU), HalfRows(L::kV)});
-    const auto add_triangles = [&](auto tiles, int first_tile) {
-      AddTriangles<decltype(tiles)::value>(
-          pair, first_tile, kChunkTiles - 1,
-          Triangles<Down, 2>{L::kRt, {HalfColumns(L::kQrb), HalfColumns(L::kQrk)}},
-          Triangles<Down, 2>{L::kAt, {HalfColumns(L::kM), HalfColumns(L::kAak)}}, [&] {
+    const auto add_triangles = [&](auto tiles) {
+      AddTriangles<Down, decltype(tiles)::value, 2>(
+          pair,
+          {{L::kRt, {HalfColumns(L::kQrb), HalfColumns(L::kQrk)}},
+           {L::kAt, {HalfColumns(L::kM), HalfColumns(L::kAak)}}},
+          [&] {
             if (const ChunkMarks marks = LoadMarks(); marks.starts != 0)
               for (HalfAccumulator& sum : pair)
                 KeepTokens<kHalfFragments>(half * kHalfTokens, marks.LastStart(), kChunkTokens,
                                            sum);
-            AddWritten<kHalfFragments>(L::kBh, FirstTile(), pair[0], terms.written);
-            AddWritten<kHalfFragments>(L::kKh, FirstTile(), pair[1], terms.written);
+            AddWrittenOfHalf({L::kBh, L::kKh}, pair, terms);
           });
     };
     // Tokens are read by later tokens: the second half by the second half alone.
     if (half == 0)
-      add_triangles(std::integral_constant<int, kChunkTiles>(), 0);
+      add_triangles(std::integral_constant<int, kChunkTiles>());
     else
-      add_triangles(std::integral_constant<int, kHalfTiles>(), kHalfTiles);
+      add_triangles(std::integral_constant<int, kHalfTiles>());
     FinishKeys(decays, terms, pair);
     WritePair<0>(pair, L::kU, call.db, L::kV, call.dk);
   }
@@ -1222,9 +1220,11 @@ class ChunkGradients {
     for (int tile = 0; tile < kTiles; ++tile) LoadStart(tile, sp[tile]);
     Products<L, false>(pair, sp, 0, {HalfRows(L::kDy), HalfRows(L::kDz)});
     const auto add_triangles = [&](auto tiles) {
-      AddTriangles<decltype(tiles)::value>(
-          pair, 0, 0, Triangles<Along, 2>{L::kBh, {HalfRows(L::kQrb), HalfRows(L::kM)}},
-          Triangles<Along, 2>{L::kKh, {HalfRows(L::kQrk), HalfRows(L::kAak)}}, [&] {
+      AddTriangles<Along, decltype(tiles)::value, 2>(
+          pair,
+          {{L::kBh, {HalfRows(L::kQrb), HalfRows(L::kM)}},
+           {L::kKh, {HalfRows(L::kQrk), HalfRows(L::kAak)}}},
+          [&] {
             if (const ChunkMarks marks = LoadMarks(); marks.starts != 0)
               for (HalfAccumulator& sum : pair)
                 KeepTokens<kHalfFragments>(half * kHalfTokens, 0, marks.FirstStart(), sum);
@@ -1890,119 +1890,39 @@ class ChunkGradients {
     Right of[kSums];
   };
 
-  // sums += the products with triangles, over kTiles tiles of tokens from `first_tile` on; the
-  // other tiles of a triangle are zero for this half. Before it brings the sums from their own frames to
-  // `frame`, and `meanwhile` sees them so.
-  template <int kTiles, int kSums, typename Right, typename Fn>
-  __device__ __forceinline__ void AddTriangles(HalfAccumulator (&sums)[kSums], int first_tile,
-                                               int frame, const Triangles<Right, kSums>& triangles,
-                                               const Triangles<Right, kSums>& next,
-                                               Fn&& meanwhile) const {
-    if (kFramed && frames == Frames::kTiles) {
-      FinishAll(sums);
-#pragma unroll
-      for (int own_tile = 0; own_tile < kHalfTiles; ++own_tile)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const float factor = Bf16::Low(OwnFactors(i, FirstTile() + own_tile, frame));
-          for (HalfAccumulator& sum : sums)
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-              float& x = sum[2 * own_tile + j / 2][2 * i + j % 2];
-              x = x * factor * factor;
-            }
-        }
-      meanwhile();
-#pragma unroll 1
-      for (int tile = first_tile; tile < first_tile + kTiles; ++tile) {
-        Left left[2][1][kTerms];
-        LoadTransposedPanel<L>(OwnPanel(triangles.left), warp, tile, left[0]);
-        LoadTransposedPanel<L>(OwnPanel(next.left), warp, tile, left[1]);
-#pragma unroll
-        for (int own_tile = 0; own_tile < kHalfTiles; ++own_tile) {
-          uint32_t factors[2];
-#pragma unroll
-          for (int i = 0; i < 2; ++i) factors[i] = OwnFactors(i, tile, FirstTile() + own_tile);
-          const auto add = [&](const Left(&plain)[kTerms],
-                               const Triangles<Right, kSums>& triangles) {
-            Left scaled[kTerms];
-#pragma unroll
-            for (int j = 0; j < 4; ++j) scaled[0][j] = MultiplyTwice(plain[0][j], factors[j % 2]);
-#pragma unroll
-            for (int j = 0; j < kSums; ++j)
-              AddFrameProduct<L>(sums[j], own_tile, scaled, triangles.of[j].Tile(tile));
-          };
-          add(left[0][0], triangles);
-          add(left[1][0], next);
-        }
-      }
-      return;
-    }
-    // A half that adds all tiles is not that of `frame`, which has kHalfTiles of them.
-    const bool scales = kFramed && kTiles == kChunkTiles && frames == Frames::kHalves;
-    uint32_t factors[2] = {};
-    if (scales)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) factors[i] = OwnFactors(i, 0, kChunkTiles - 1);
-    const auto load = [&](int offset, Left(&left)[kTiles][kTerms]) {
-      LoadTransposedPanel<L>(OwnPanel(offset), warp, first_tile, left);
-      if (!scales) return;
-#pragma unroll
-      for (int i = 0; i < kHalfTiles; ++i)
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          uint32_t& x = left[frame / kHalfTiles * kHalfTiles + i][0][j];
-          x = MultiplyTwice(x, factors[j % 2]);
-        }
-    };
-    Left left[kTiles][kTerms], next_left[kTiles][kTerms];
-    load(triangles.left, left);
-    FinishAll(sums);
-    if (scales)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        // 0 only where what is left of a state is below 2^-124 of it.
-        const float root = Bf16::Low(factors[i]), factor = root * root;
-        for (HalfAccumulator& sum : sums)
-#pragma unroll
-          for (int fragment = 0; fragment < kHalfFragments; ++fragment)
-#pragma unroll
-            for (int e = 2 * i; e < 2 * i + 2; ++e) sum[fragment][e] *= factor;
-      }
-    meanwhile();
-    // A left operand is loaded while the products before it run.
-    Products<L, true>(sums, left, first_tile, triangles.of);
-    load(next.left, next_left);
-    Products<L, true>(sums, next_left, first_tile, next.of);
-    FinishAll(sums);
-  }
-  // Of the delta rule: the same, over the tiles that this half has terms of. Frames of tiles are met one after another,
-  // from that of the state on: sums are in that of the nearer tile of this half while they get terms of all tiles but
-  // the further one of this half, and so `meanwhile` sees them. Then what they have of the latter is brought there.
+  // sums += the products with triangles, over the kTiles tiles of tokens that this half has terms of; the other tiles of
+  // a triangle are zero for it. Frames of tiles are met one after another, from that of the state on: sums are in that
+  // of the nearer tile of this half while they get terms of all tiles but the further one of this half, and so
+  // `meanwhile` sees them. Then what they have of the latter is brought there.
   template <typename Right, int kTiles, int kLefts, int kSums, typename Fn>
-  __device__ __forceinline__ void AddFrameTriangles(
-      HalfAccumulator (&sums)[kSums], const Triangles<Right, kSums> (&triangles)[kLefts],
-      Fn&& meanwhile) const {
+  __device__ __forceinline__ void AddTriangles(HalfAccumulator (&sums)[kSums],
+                                               const Triangles<Right, kSums> (&triangles)[kLefts],
+                                               Fn&& meanwhile) const {
     constexpr bool kDown = std::is_same_v<Right, Down>, kHasFar = kTiles == kChunkTiles;
     constexpr int kFirst = kDown ? kChunkTiles - kTiles : 0, kFrame = kDown ? kChunkTiles - 1 : 0;
     constexpr int kNear = kDown ? kFirst + 1 : kTiles - 2, kLast = kDown ? kFirst : kTiles - 1;
     constexpr int kFar = kDown ? kHalfTiles : 0;  // the first tile of the other half
-    const bool scales = frames == Frames::kTiles;
+    const bool scales = kHasFar && kFramed && frames != Frames::kChunk;
     uint32_t factors[kHalfTiles][2];
-    if (kHasFar && scales)
+    if (scales)
 #pragma unroll
       for (int i = 0; i < kHalfTiles * 2; ++i)
         factors[i / 2][i % 2] = OwnFactors(i % 2, kFar + i / 2, kNear);
-    Left left[kLefts][kTiles - 1][kTerms], last[kLefts][1][kTerms];
+    Left left[kLefts][kTiles][kTerms];
     const auto load = [&](int i) {
-      LoadTransposedPanel<L>(OwnPanel(triangles[i].left), warp, kFirst + kDown, left[i]);
-      LoadTransposedPanel<L>(OwnPanel(triangles[i].left), warp, kLast, last[i]);
-      if (kHasFar && scales)
+      LoadTransposedPanel<L>(OwnPanel(triangles[i].left), warp, kFirst, left[i]);
+      if (scales)
 #pragma unroll
         for (int j = 0; j < kHalfTiles * 4; ++j) {
-          uint32_t& x = left[i][kDown + j / 4][0][j % 4];
+          uint32_t& x = left[i][kFar - kFirst + j / 4][0][j % 4];
           x = MultiplyTwice(x, factors[j / 4][j % 2]);
         }
+    };
+    const auto multiply = [&](int i, auto first, auto count) {
+      constexpr int kTile = decltype(first)::value, kCount = decltype(count)::value;
+      Products<L, true>(sums,
+                        reinterpret_cast<const Left(&)[kCount][kTerms]>(left[i][kTile - kFirst]),
+                        kTile, triangles[i].of);
     };
     const auto scale = [&](int first, int fragments, int from, int to) {
 #pragma unroll
@@ -2018,19 +1938,29 @@ class ChunkGradients {
     };
     load(0);
     FinishAll(sums);
-    if (kHasFar && scales) scale(0, kHalfFragments, kFrame, kNear);
+    if (scales) scale(0, kHalfFragments, kFrame, kNear);
     meanwhile();
+    const bool tiles = kFramed && frames == Frames::kTiles;
+    if (tiles) {
+#pragma unroll
+      for (int i = 0; i < kLefts; ++i) {
+        if (i > 0) load(i);
+        multiply(i, std::integral_constant<int, kFirst + kDown>(),
+                 std::integral_constant<int, kTiles - 1>());
+        FinishAll(sums);
+      }
+      scale(kDown ? 0 : 2, 2, kNear, kLast);
+#pragma unroll
+      for (int i = 0; i < kLefts; ++i)
+        multiply(i, std::integral_constant<int, kLast>(), std::integral_constant<int, 1>());
+      FinishAll(sums);
+      return;
+    }
 #pragma unroll
     for (int i = 0; i < kLefts; ++i) {
       if (i > 0) load(i);
-      Products<L, true>(sums, left[i], kFirst + kDown, triangles[i].of);
+      multiply(i, std::integral_constant<int, kFirst>(), std::integral_constant<int, kTiles>());
     }
-    if (scales) {
-      FinishAll(sums);
-      scale(kDown ? 0 : 2, 2, kNear, kLast);
-    }
-#pragma unroll
-    for (int i = 0; i < kLefts; ++i) Products<L, true>(sums, last[i], kLast, triangles[i].of);
     FinishAll(sums);
   }
   template <int kSums>
@@ -2163,13 +2093,14 @@ class ChunkGradients {
         terms.written[j % 2] += of_s.x * of_ds.x + of_s.y * of_ds.y;
       }
     }
+    if (kFramed && frames != Frames::kChunk)
 #pragma unroll
-    for (int i = 0; i < 2; ++i) terms.written[i] = InFrame(terms.written[i], i, 0, kChunkTiles - 1);
+      for (int i = 0; i < 2; ++i)
+        terms.written[i] = InFrame(terms.written[i], i, 0, kChunkTiles - 1);
   }
 
   // Brings an element for channel `lower` of this lane from one frame to another.
   __device__ __forceinline__ float InFrame(float x, int lower, int from, int to) const {
-    if (!kFramed || frames == Frames::kChunk) return x;
     const float factor = Bf16::Low(OwnFactors(lower, from, to));
     return x * factor * factor;
   }
@@ -2183,6 +2114,24 @@ class ChunkGradients {
         first_tile, [&](int fragment, int e, float low, float high) {
           written[e / 2] += low * sum[fragment][e] + high * sum[fragment][e + 1];
         });
+  }
+
+  // The same for the tokens of this half, of operands whose sums AddTriangles shows.
+  template <int kSums>
+  __device__ __forceinline__ void AddWrittenOfHalf(const int (&scaled)[kSums],
+                                                   const HalfAccumulator (&sums)[kSums],
+                                                   Terms& terms) const {
+    float of_first[2] = {};
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) {
+      AddWritten<2>(scaled[i], FirstTile(), &sums[i][0], of_first);
+      AddWritten<2>(scaled[i], FirstTile() + 1, &sums[i][2], terms.written);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      terms.written[i] += kFramed && frames == Frames::kTiles
+                              ? InFrame(of_first[i], i, FirstTile() + 1, FirstTile())
+                              : of_first[i];
   }
 
   // Adds a scaled operand times its gradient, times `sign`.
