@@ -1,6 +1,5 @@
 """What this installation can do."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,7 +8,7 @@ from jax import export
 
 from rwkv_jax import _pallas
 from rwkv_jax._native import library
-from rwkv_jax._operator import arguments, check
+from rwkv_jax._operator import arguments, check, heads
 from rwkv_jax._operator.call import Forward, Marks, Packing, Sequences
 from rwkv_jax._operator.dispatch import OTHER, PLATFORMS, platform_of
 from rwkv_jax._operator.operator import PUBLIC
@@ -78,7 +77,7 @@ def implementations(
     axes = signature.arguments(token=token, sequences=cu_seqlens is not None)
     check.shapes(op, axes, given, [*states, *arguments.float32(signature, given)])
     inputs = {name: given[name] for name in signature.inputs}
-    inputs |= jax.eval_shape(functools.partial(arguments.with_all_heads, op, signature), inputs)
+    heads.check(op, signature.inputs, inputs, signature.y)
     sizes = signature.row_sizes(inputs)
     packing: Packing = None
     if cu_seqlens is not None:

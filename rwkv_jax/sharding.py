@@ -8,6 +8,7 @@ devices in the forward and the backward pass, however long the sequence is.
 own.
 """
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -20,6 +21,7 @@ from jax.sharding import AxisType, NamedSharding
 from rwkv_jax._devices import sequence as over_devices
 from rwkv_jax._operator.call import Forward, Options, Sequences
 from rwkv_jax._operator.dispatch import named
+from rwkv_jax._operator.heads import repeated_unless
 from rwkv_jax._operator.operator import PUBLIC, Operator, YAndState
 from rwkv_jax._operator.partition import axis_names, check_places, spec_of
 
@@ -73,7 +75,7 @@ def shard(
             )
     places = {"batch": batch, "heads": heads, "sequence": sequence}
     check_places(op, mesh, places)
-    letters = {"B": batch, "T": sequence, "H": heads, "C": heads}
+    letters = {"B": batch, "T": sequence, "H": heads, "G": heads, "C": heads}
 
     @functools.wraps(operator)
     def sharded(*args: Any, **named: Any) -> tuple[Any, Any]:
@@ -81,6 +83,11 @@ def shard(
         if isinstance(operands.packing, Sequences):
             _check_places_of_sequences(op, places)
         axes = found.signature.given_axes(operands, token=token)
+        devices = math.prod(mesh.shape[axis] for axis in axis_names(heads))
+        inputs = repeated_unless(
+            lambda groups: groups % devices == 0, axes.inputs, operands.inputs, found.signature.y
+        )
+        operands = dataclasses.replace(operands, inputs=inputs)
         _check_sizes(op, mesh, letters, axes, operands)
         specs = jax.tree.map(lambda axes: spec_of(letters, axes), axes)
         if AxisType.Explicit in mesh.axis_types:

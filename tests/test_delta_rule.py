@@ -178,6 +178,29 @@ def test_shard(axes: str, axis_type: AxisType, cpus: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_more_devices_than_heads_of_keys(
+    sharded: bool, axis_type: AxisType, cpus: list[Any]
+) -> None:
+    """Heads of values are distributed all the same, by `shard` or by the compiler."""
+    op, case = "gated_delta_rule", Case(1, 20, 4, 16, decay="log")
+    inputs, cotangents = operands(op, case)
+    mesh = meshes.mesh("model=4", axis_type, cpus)
+    function = getattr(rwkv_jax, op)
+    if sharded:
+        function = shard(function, mesh, heads="model")
+    heads = jax.sharding.PartitionSpec(None, None, "model")
+    whole = dict.fromkeys((*inputs, *cotangents), jax.sharding.PartitionSpec())
+    put = functools.partial(
+        meshes.put, mesh, whole | dict.fromkeys(("v", "g", "beta", "dy"), heads)
+    )
+    with jax.set_mesh(mesh):
+        found = value_and_gradients(Run(op, None), put(inputs), put(cotangents), function=function)
+    assert_right(found, expected(op, inputs, cotangents))
+    assert found["y"].sharding.spec[2] == "model"
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_on_a_mesh(axis_type: AxisType, cpus: list[Any]) -> None:
     """Operands that are sharded along batch and heads stay so, without a collective."""
     op, case = "gated_delta_rule", Case(2, 32, 4, 16, decay="log")

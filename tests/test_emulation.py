@@ -122,6 +122,10 @@ ALONE = [
     ("wkv7", Case(1, 130, 2, 96, V=48, dtype="bfloat16"), None, 132, 1),
     ("wkv7", Case(1, 81, 2, 40, V=128, dtype="float16", decay="exp", regime="mixed"), None, 4, 1),
     ("wkv7", Case(1, 130, 2, 48, V=24, dtype="bfloat16", decay="log", regime="steep"), None, 1, 1),
+    ("wkv7", Case(1, 200, 2, 64, V=128, dtype="bfloat16"), None, 132, 1),
+    ("wkv7", Case(1, 130, 2, 64, V=128, dtype="bfloat16", decay="log", regime="steep"), None, 1, 1),
+    ("wkv7", Case(1, 81, 2, 64, V=128, decay="exp", regime="steep"), None, 132, 1),
+    ("wkv7", Case(1, 70, 2, 128, V=192, dtype="float16", decay="log"), None, 1, 1),
     ("wkv7", Case(1, 70, 2, 16, decay="exp", regime="mixed"), EXACT, 1, 0.3),
     ("wkv7", Case(1, 133, 1, 32, dtype="float16", decay="log"), EXACT, 132, 0.7),
     ("wkv7", Case(1, 130, 1, 64, dtype="bfloat16"), EXACT, 132, 1),
@@ -134,7 +138,15 @@ ALONE = [
         132,
         1,
     ),
+    ("gated_delta_rule", Case(1, 70, 4, 64, V=192, dtype="bfloat16", decay="log"), None, 1, 1),
     ("kimi_delta_attention", Case(1, 200, 2, 64, dtype="float16", decay="log"), None, 132, 1),
+    (
+        "kimi_delta_attention",
+        Case(1, 81, 4, 64, V=128, dtype="bfloat16", decay="log", regime="steep"),
+        None,
+        132,
+        1,
+    ),
     (
         "kimi_delta_attention",
         Case(1, 70, 2, 128, V=96, dtype="bfloat16", decay="log", regime="mixed"),
@@ -307,6 +319,7 @@ IDS = np.array(
         ("wkv7", Case(2, 130, 1, 64, decay="log", regime="mixed"), 1),
         ("wkv7", Case(2, 130, 1, 64, decay="exp", regime="steep"), 132),
         ("wkv7", Case(2, 130, 2, 32, V=48, dtype="bfloat16"), 132),
+        ("wkv7", Case(2, 130, 2, 64, V=128, dtype="bfloat16"), 132),
         ("wkv7", Case(1, 81, 2, 72, V=64, dtype="float16", decay="exp", regime="steep"), 1),
         ("gated_delta_rule", Case(2, 130, 2, 64, dtype="bfloat16", decay="log", regime="mixed"), 1),
         ("kimi_delta_attention", Case(2, 130, 1, 64, dtype="bfloat16", decay="log"), 132),
@@ -317,7 +330,7 @@ IDS = np.array(
         ),
         (
             "kimi_delta_attention",
-            Case(2, 81, 2, 128, dtype="float16", decay="log", regime="mixed"),
+            Case(2, 81, 4, 128, dtype="float16", decay="log", regime="mixed"),
             1,
         ),
         ("wkv6", Case(2, 130, 1, 64, dtype="bfloat16", decay="exp"), 1),
@@ -406,6 +419,35 @@ def test_head_sizes_of_matrix_units_alone(emulated: Emulation, keys: int, device
     assert why in reason
 
 
+@pytest.mark.parametrize(
+    ("op", "case", "keys", "values"),
+    [
+        ("gated_delta_rule", Case(1, 32, 4, 64, dtype="bfloat16", decay="log"), 2, (4, 64)),
+        (
+            "kimi_delta_attention",
+            Case(1, 32, 4, 64, V=128, dtype="bfloat16", decay="log"),
+            2,
+            (8, 64),
+        ),
+        ("wkv7", Case(1, 32, 2, 64, V=128, dtype="bfloat16"), 2, (4, 64)),
+        ("wkv7", Case(1, 32, 2, 128, V=256, dtype="bfloat16"), 2, (4, 128)),
+        ("wkv7", Case(1, 32, 2, 64, V=120, dtype="bfloat16"), 2, (2, 120)),
+    ],
+    ids=str,
+)
+def test_heads_that_share_keys(
+    emulation: Emulation, op: str, case: Case, keys: int, values: tuple[int, int]
+) -> None:
+    """Kernels get keys as callers give them, and values as heads that they have kernels for."""
+    inputs, cotangents = harness.operands(op, case)
+    passes = functools.partial(harness.value_and_gradients, Run(op, "ffi"), precision=None)
+    forward, backward = emulation.traced(passes, inputs, cotangents)
+    for call in (forward, backward):
+        shapes = [x.shape for x in call.operands]
+        assert shapes[0] == (case.B, case.T, keys, case.K)
+        assert (case.B, case.T, *values) in shapes
+
+
 def test_wkv4_jumps(emulated: Emulation) -> None:
     """Keys whose weights, next to each other in one segment or in two, are out of the range of
     float32."""
@@ -448,6 +490,7 @@ SEVERAL = [
     ("wkv7", Case(1, 300, 1, 64, V=128, dtype="bfloat16"), 132, 1, None),
     ("wkv7", Case(1, 300, 2, 40, V=16, dtype="float16", decay="log", regime="mixed"), 1, 1, None),
     ("gated_delta_rule", Case(1, 300, 2, 128, dtype="bfloat16", decay="log"), 1, 1, None),
+    ("gated_delta_rule", Case(1, 300, 4, 64, dtype="float16", decay="log"), 132, 1, None),
     ("kimi_delta_attention", Case(1, 300, 2, 64, dtype="bfloat16", decay="log"), 132, 1, None),
     ("wkv6", Case(1, 300, 2, 64, dtype="bfloat16", decay="log", regime="mixed"), 1, 1, None),
     ("wkv5", Case(1, 300, 1, 64, dtype="bfloat16", decay="log"), 1, 1, None),

@@ -159,17 +159,18 @@ __device__ void StoreState(const G& partition, T* state, const Fragment<G>& s) {
 }
 
 // The same of a state [rows, cols] with at most N of each, multiples of 4; what it lacks is 0 in registers.
-template <typename G>
-__device__ void LoadStatePart(const G& partition, const __nv_bfloat16* state, int rows, int cols,
+template <typename G, typename T>
+__device__ void LoadStatePart(const G& partition, const T* state, int rows, int cols,
                               Fragment<G>& s) {
+  using Packed = std::conditional_t<std::is_same_v<T, float>, float4, uint2>;
 #pragma unroll
   for (int i = 0; i < G::kRows; ++i)
 #pragma unroll
     for (int c = 0; c < G::kCols; c += 4) {
       const int row = partition.first_row + i, col = partition.Col(c);
-      uint2 packed = {};
+      Packed packed = {};
       if (row < rows && col < cols)
-        packed = *reinterpret_cast<const uint2*>(state + row * cols + col);
+        packed = *reinterpret_cast<const Packed*>(state + row * cols + col);
       Unpack(packed, &s[i][c]);
     }
 }
@@ -295,6 +296,14 @@ __device__ T FromFloat(float x, Dtype dtype) {
   }
 }
 
+// Where the tokens of a head lie in an array: `first` and `stride`, from token to token, count heads of `size` channels.
+struct TokenRows {
+  int64_t first, stride;
+  int size;
+
+  __device__ int64_t Element(int token) const { return (first + token * stride) * size; }
+};
+
 // Loads kTokens rows of w and of kVectors - 1 other vectors of N elements from global memory to
 // shared memory, as float, and w as decay factors. Fetch loads them to registers and Store stores
 // them, so that the next tokens are on their way while these are computed. A token past the end, or
@@ -318,23 +327,22 @@ class TokenLoader {
     }
   }
 
-  // The same where the vectors whose numbers are bits of `of_values` have `values` channels and the others
-  // `keys`, multiples of kPiece and at most N; what they lack is 0. `first` and `stride` count heads.
-  __device__ void FetchPart(const T* const* vectors, uint32_t of_values, int64_t first,
-                            int64_t stride, int count, int keys, int values) {
-    const auto element = [&](int token, int size) { return (first + token * stride) * size; };
+  // The same of arrays that lie differently: rows_of(vector) says how. What heads of less than N channels lack is 0.
+  template <typename RowsOf>
+  __device__ void FetchPart(const T* const* vectors, int count, RowsOf&& rows_of) {
     const int w_col = threadIdx.x * kDecays % G::N;
+    const TokenRows of_w = rows_of(0);
     w_ = {};
-    if (DecayToken() < Min(count, kTokens) && w_col < keys)
-      w_ = *reinterpret_cast<const Decays*>(vectors[0] + element(DecayToken(), keys) + w_col);
+    if (DecayToken() < Min(count, kTokens) && w_col < of_w.size)
+      w_ = *reinterpret_cast<const Decays*>(vectors[0] + of_w.Element(DecayToken()) + w_col);
 #pragma unroll
     for (int j = 0; j < kMine; ++j) {
       const int piece = Index(j), token = piece / kRowPieces % kTokens;
       const int vector = 1 + piece / (kRowPieces * kTokens), col = piece % kRowPieces * kPiece;
-      const int size = of_values >> vector & 1 ? values : keys;
+      const TokenRows rows = rows_of(vector);
       mine_[j] = {};
-      if (piece < kPieces && token < count && col < size)
-        mine_[j] = *reinterpret_cast<const Piece*>(vectors[vector] + element(token, size) + col);
+      if (piece < kPieces && token < count && col < rows.size)
+        mine_[j] = *reinterpret_cast<const Piece*>(vectors[vector] + rows.Element(token) + col);
     }
   }
 

@@ -73,9 +73,11 @@ struct Cuda {
                             plan.scratch);
     if constexpr (kPads)
       reader.operands.Require(
-          plan.matrix_units || problem.RunsByToken(), "r and v have K = ", problem.head_size,
-          " and V = ", problem.value_size,
-          "; expected K = V, a power of two, where the kernels on matrix units do not take a call");
+          plan.matrix_units || (problem.RunsByToken() && call.dims.group == 1),
+          "r and v have K = ", problem.head_size, " and V = ", problem.value_size,
+          " and heads of H / ", call.dims.group,
+          "; expected K = V, a power of two, and as many heads, where the kernels on matrix units "
+          "do not take a call");
     if constexpr (kPass == Pass::kTransition || kPass == Pass::kReverseTransition)
       reader.operands.Require(
           plan.matrix_units,

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from rwkv_jax._native import library
+from rwkv_jax._native import cuts, library
 from rwkv_jax._native.kernels import HEAD_SIZES, NativeKernels
 from rwkv_jax._operator import check
 from rwkv_jax._operator.call import Arrays, Backward, Forward, Gradients, Operands, Options, Result
@@ -35,16 +35,23 @@ class DeltaKernels(Form):
     def forward(self, options: Options, platform: str, operands: Forward) -> Result:
         if not self._suits(options, platform, operands):
             return super().forward(options, platform, operands)
+        signature, packing = self.signature, operands.packing
+        n = self._kernels.cuts(platform, operands)
+        operands = self._cut(signature.forward_axes(packing), operands, n)
         tensors, floats = self._apart(operands.inputs)
         results, given, attributes, result = self._kernels.forward_call(
             *self._call(options, platform, operands, tensors)
         )
         behind = *floats.values(), self._scale(options, operands)
-        return result(library.call(self._target("fwd"), results, *given, *behind, **attributes))
+        found = library.call(self._target("fwd"), results, *given, *behind, **attributes)
+        return cuts.joined(signature.result_axes(packing, options), result(found), n)
 
     def backward(self, options: Options, platform: str, operands: Backward) -> Gradients:
         if not self._suits(options, platform, operands):
             return super().backward(options, platform, operands)
+        signature, packing, inputs = self.signature, operands.packing, operands.inputs
+        n = self._kernels.cuts(platform, operands)
+        operands = self._cut(signature.backward_axes(packing), operands, n)
         tensors, floats = self._apart(operands.inputs)
         results, given, attributes, gradients = self._kernels.backward_call(
             *self._call(options, platform, operands, tensors)
@@ -55,13 +62,14 @@ class DeltaKernels(Form):
         found = library.call(target, [*results, *of_floats], *given, *behind, **attributes)
         last = dict(zip(floats, found[len(results) :], strict=True))
         of_tensors = gradients(found[: len(results)])
-        return dataclasses.replace(
-            of_tensors,
-            inputs={
-                name: dx.astype(operands.inputs[name].dtype)
-                for name, dx in (of_tensors.inputs | last).items()
-            },
-        )
+        dinputs = of_tensors.inputs | last
+        for name, axis in self._of_heads.items():
+            x = dinputs[name]
+            each = x.reshape(*x.shape[:axis], -1, n, *x.shape[axis + 1 :])
+            dinputs[name] = jnp.sum(each, axis=axis + 1, dtype=jnp.float32)
+        dinputs = {name: dx.astype(inputs[name].dtype) for name, dx in dinputs.items()}
+        result = dataclasses.replace(of_tensors, inputs=dinputs)
+        return cuts.joined(signature.gradient_axes(packing), result, n)
 
     def _target(self, name: str) -> str:
         return f"rwkv_{self.signature.name}_{name}_v1"
@@ -71,13 +79,29 @@ class DeltaKernels(Form):
         """Of the inputs that share a dtype. They are planned as those of WKV7 are."""
         axes = self.signature.inputs
         tensors = {name: axes[name] for name in axes if "K" in axes[name] or "V" in axes[name]}
-        return NativeKernels(dataclasses.replace(WKV7, inputs=tensors), head_sizes=HEAD_SIZES)
+        signature = dataclasses.replace(WKV7, inputs=tensors)
+        return NativeKernels(signature, head_sizes=HEAD_SIZES, shares_keys=True)
+
+    @functools.cached_property
+    def _of_heads(self) -> dict[str, int]:
+        """The inputs that each head has for all of V, and the axis H of each."""
+        axes = self.signature.inputs
+        return {name: x.index("H") for name, x in axes.items() if "H" in x and "V" not in x}
+
+    def _cut(self, axes: Any, operands: Any, n: int) -> Any:
+        """The operands with each head cut into `n` along V."""
+        operands = cuts.cut(axes, operands, n)
+        repeated = {
+            name: jnp.repeat(operands.inputs[name], n, axis=axis)
+            for name, axis in self._of_heads.items()
+        }
+        return dataclasses.replace(operands, inputs=operands.inputs | repeated)
 
     def _suits(self, options: Options, platform: str, operands: Operands) -> bool:
         """Whether kernels on matrix units compute both passes."""
         inputs = operands.inputs
         sizes = self.signature.sizes(inputs)
-        if platform != "cuda" or options.exact or check.symbolic(sizes, "BTH"):
+        if platform != "cuda" or options.exact or check.symbolic(sizes, "BTGH"):
             return False
         if inputs["v"].dtype == jnp.float32 or 0 in sizes.values():
             return False

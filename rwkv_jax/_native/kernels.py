@@ -14,8 +14,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from rwkv_jax._native import gpus, library, packing
-from rwkv_jax._operator import check
+from rwkv_jax._native import cuts, gpus, library, packing
+from rwkv_jax._operator import check, heads
 from rwkv_jax._operator.call import (
     Arrays,
     Backward,
@@ -61,11 +61,13 @@ class NativeKernels(Implementation):
     signature: the operands. Their order is that of the targets.
     head_sizes: for each platform the sizes K = V that all of its kernels take; None without heads.
     has_transitions: whether there are targets for transitions on CUDA.
+    shares_keys: whether the CUDA kernels on matrix units take heads that share keys.
     """
 
     signature: Signature
     head_sizes: Mapping[str, tuple[int, ...]] | None = None
     has_transitions: bool = True
+    shares_keys: bool = False
     has_step = True
 
     def __post_init__(self) -> None:
@@ -121,8 +123,15 @@ class NativeKernels(Implementation):
         """Why no kernels on matrix units compute the forward and the backward pass of a training
         step on every GPU, or "" where they do. The native code that chooses kernels says so."""
         problem = self._problem(dataclasses.replace(options, save=True), operands)
+        n = self.cuts(platform, operands)
+        problem |= {"heads": problem["heads"] * n, "value_size": problem["value_size"] // n}
         plan = functools.partial(library.module(platform).plan, self.signature.name)
         return [plan(name, **gpus.limits(), **problem)["why"] for name in ("fwd", "bwd")]
+
+    def cuts(self, platform: str, operands: Operands) -> int:
+        """Into how many heads each head is cut along V in the forward and the backward pass."""
+        sizes = self.signature.sizes(operands.inputs)
+        return cuts.count(sizes["K"], sizes["V"]) if platform == "cuda" and self.shares_keys else 1
 
     def _given(self, operands: Operands) -> tuple[Arrays, Sequence[Array], tuple[int, int]]:
         """The inputs by name in the order of the signature, parameters once for each row or
@@ -145,10 +154,17 @@ class NativeKernels(Implementation):
         ordered = {part: states[part] for part in self.signature.state}
         return _as_one_batch(operands.packing, ordered)
 
+    def _sizes(self, inputs: Mapping[str, Any]) -> dict[str, int]:
+        """The size of each axis; H is that of the heads of values, where heads share keys."""
+        signature = self.signature
+        return signature.sizes(inputs) | check.sizes(
+            {signature.y: signature.inputs[signature.y]}, inputs
+        )
+
     def _problem(self, options: Options, operands: Operands) -> dict[str, int]:
         """The sizes and choices from which native code plans a call."""
         inputs, packing = operands.inputs, operands.packing
-        sizes = self.signature.sizes(inputs)
+        sizes = self._sizes(inputs)
         count = sizes["B"]
         if isinstance(packing, Sequences):
             count *= max(packing.offsets.shape[-1] - 1, 0)
@@ -167,8 +183,12 @@ class NativeKernels(Implementation):
         }
 
     def forward(self, options: Options, platform: str, operands: Forward) -> Result:
+        signature, packing = self.signature, operands.packing
+        n = self.cuts(platform, operands)
+        operands = cuts.cut(signature.forward_axes(packing), operands, n)
         results, given, attributes, found = self.forward_call(options, platform, operands)
-        return found(library.call(self._target("forward"), results, *given, **attributes))
+        result = found(library.call(self._target("forward"), results, *given, **attributes))
+        return cuts.joined(signature.result_axes(packing, options), result, n)
 
     def forward_call(
         self, options: Options, platform: str, operands: Forward
@@ -194,20 +214,31 @@ class NativeKernels(Implementation):
         return results, (*inputs.values(), *state.values(), *of_packing), attributes, result
 
     def backward(self, options: Options, platform: str, operands: Backward) -> Gradients:
+        signature, packing = self.signature, operands.packing
+        n = self.cuts(platform, operands)
+        operands = cuts.cut(signature.backward_axes(packing), operands, n)
         results, given, attributes, found = self.backward_call(options, platform, operands)
-        return found(library.call(self._target("backward"), results, *given, **attributes))
+        result = found(library.call(self._target("backward"), results, *given, **attributes))
+        return cuts.joined(signature.gradient_axes(packing), result, n)
 
     def backward_call(
         self, options: Options, platform: str, operands: Backward
     ) -> tuple[Results, Sequence[Array], dict[str, Any], Callable[[Sequence[Array]], Gradients]]:
-        """As `forward_call`, for the gradients and the backward pass."""
+        """As `forward_call`, for the gradients and the backward pass. Targets have a gradient for
+        each of the heads that share keys."""
         inputs, of_packing, _ = self._given(operands)
         dstate = self._states(operands, operands.dstate)
         states = [operands.states[part] for part in dstate]
         scratch, attributes = self._problem_of("backward", options, platform, operands)
+        shapes = {name: x.shape for name, x in inputs.items()}
+        of_keys = [name for name in inputs if self.shares_keys and name != self.signature.y]
+        for name in of_keys:
+            *rest, _, size = inputs[name].shape
+            shapes[name] = *rest, self._sizes(inputs)["H"], size
 
         def gradients(found: Sequence[Array]) -> Gradients:
             dinputs = dict(zip(inputs, found, strict=False))
+            dinputs |= {n: heads.summed(dinputs[n], inputs[n].shape[-2]) for n in of_keys}
             before = dict(zip(dstate, found[len(inputs) :], strict=False))
             if isinstance(operands.packing, Sequences):
                 # Those of parameters are added up over the sequences of each row.
@@ -216,7 +247,8 @@ class NativeKernels(Implementation):
                 dinputs |= {name: jnp.sum(x, axis=1) for name, x in shared.items()}
             return Gradients(dinputs, _by_row(operands.packing, before))
 
-        results = [*_like(inputs), *_like(dstate), scratch]
+        of_inputs = [(shapes[name], x.dtype) for name, x in inputs.items()]
+        results = [*of_inputs, *_like(dstate), scratch]
         given = (*inputs.values(), *states, operands.dy, *dstate.values(), *of_packing)
         return results, given, attributes, gradients
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from rwkv_jax._operator import check
+from rwkv_jax._operator import check, heads
 from rwkv_jax._operator.call import Active, Forward, SegmentIds, Sequences
 from rwkv_jax._operator.signature import Signature
 from rwkv_jax._packing import segments, sequences
@@ -38,7 +38,7 @@ def operands(
     axes = signature.arguments(token=token, sequences=cu_seqlens is not None)
     states = [*list(axes)[len(given) :], *float32(signature, given)]
     arrays = check.arrays(op, axes, given | parts, states=states)
-    arrays |= with_all_heads(op, signature, arrays)
+    heads.check(op, signature.inputs, arrays, signature.y)
     sizes = signature.row_sizes(arrays)
     packing = None
     if cu_seqlens is not None:
@@ -57,30 +57,6 @@ def operands(
 def float32(signature: Signature, given: Mapping[str, Any]) -> list[str]:
     """The inputs that are float32 where they may be, whatever the dtype of the others."""
     return [x for x in signature.float32 if getattr(given[x], "dtype", None) == jnp.float32]
-
-
-def with_all_heads(op: str, signature: Signature, inputs: Mapping[str, Array]) -> dict[str, Array]:
-    """The grouped inputs, each once for every head."""
-    if not signature.grouped:
-        return {}
-    heads = inputs[signature.y].shape[-2]
-    found = {}
-    for name in signature.inputs:
-        if name not in signature.grouped:
-            continue
-        x = inputs[name]
-        groups = x.shape[-2]
-        if groups != heads and (groups == 0 or heads % groups):
-            raise ValueError(
-                f"{op}: {name} has shape {x.shape}, so {groups} heads, where {signature.y} has "
-                f"{heads}; accepted are numbers of heads of which {heads} is a multiple"
-            )
-        if groups != heads:
-            # Not `jnp.repeat`, which an Explicit mesh would have to be told of.
-            each = (*x.shape[:-1], heads // groups, x.shape[-1])
-            x = jnp.broadcast_to(x[..., None, :], each).reshape(*x.shape[:-2], heads, x.shape[-1])
-        found[name] = x
-    return found
 
 
 def _checked_offsets(

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from rwkv_jax._operator import arguments, check, dispatch
+from rwkv_jax._operator import arguments, check, dispatch, heads
 from rwkv_jax._operator.call import (
     Active,
     Arrays,
@@ -32,7 +32,14 @@ from rwkv_jax._operator.call import (
 )
 from rwkv_jax._operator.dispatch import Computation, Pass
 from rwkv_jax._operator.implementation import Implementation, Transition
-from rwkv_jax._operator.partition import Shards, check_heads_unsharded, match_shardings, repeated
+from rwkv_jax._operator.partition import (
+    Shards,
+    check_heads_unsharded,
+    explicit_mesh,
+    match_shardings,
+    repeated,
+    shares_evenly,
+)
 from rwkv_jax._operator.signature import Signature
 from rwkv_jax._packing import by_chunk, segments
 
@@ -150,7 +157,8 @@ class Operator(Computation):
         among them, with a state, marks for segments, and parameters once for each row.
 
         Parameters are brought to the mesh axes before they are repeated: their gradients are summed
-        over the batch before they are summed over devices.
+        over the batch before they are summed over devices. Heads that are shared are repeated where
+        they are too few for a mesh.
         """
         if not token:
             operands = self.started(operands)
@@ -162,6 +170,10 @@ class Operator(Computation):
         if token:
             axes = self.signature.given_axes(operands, token=True)
         axes = dataclasses.replace(axes, inputs=self.signature.given_inputs(token=token))
+        mesh = explicit_mesh(jax.tree.leaves(operands)) or jax.sharding.get_abstract_mesh()
+        enough = functools.partial(shares_evenly, mesh)
+        inputs = heads.repeated_unless(enough, axes.inputs, operands.inputs, self.signature.y)
+        operands = dataclasses.replace(operands, inputs=inputs)
         leaves, structure = jax.tree.flatten(operands)
         letters = jax.tree.leaves(axes)
         names = [name for name, _ in dispatch.named(operands)]

@@ -1,7 +1,8 @@
 """How a computation runs on a mesh: each device computes its own part of the results.
 
 Arrays are known by the letters of their axes. Along the letters `sharded` they stay distributed;
-the others are gathered first, but a sharded K or V is an error. A result "BTC+H" has the axes B, T
+the others are gathered first, but a sharded K or V is an error. G, heads that several of H share,
+goes along with H. A result "BTC+H" has the axes B, T
 and C, and the results of the devices along H are summed.
 
 Inside `shard_map` the operands already are one device's parts. On an Explicit mesh a computation
@@ -18,6 +19,7 @@ import jax
 from jax import Array, lax
 from jax.experimental.custom_partitioning import (
     ArrayMapping,
+    CompoundFactor,
     SdyShardingRule,
     custom_partitioning,
 )
@@ -81,6 +83,13 @@ def _check_heads_unsharded(op: str, axes: Iterable[tuple[str, str]], specs: Iter
                     f"{op}: {name} [{', '.join(letters)}] is sharded along {letter} over "
                     f"{mesh_axes!r}; accepted are shards of B, H and C, and of T, which is gathered"
                 )
+
+
+def shares_evenly(mesh: Any, groups: int) -> bool:
+    """Whether G heads can be distributed along any axis of a mesh. Where they cannot, the H heads
+    that share them could not be, either: the compiler would cut an axis of the mesh in two."""
+    axes = zip(mesh.shape.values(), mesh.axis_types, strict=True)
+    return all(groups % size == 0 for size, kind in axes if kind != AxisType.Manual)
 
 
 def repeated(x: Array, axes: str, like: Array, like_axes: str) -> Array:
@@ -154,15 +163,19 @@ def partitioned(
         return mesh, one_device, made, given
 
     def sharding_rule(mesh: Any, operands: Any, results: Any) -> SdyShardingRule:
-        del mesh, results
-        factors = _factors(letters, [x.shape for x in operands])
-        everything = dict.fromkeys(x for names in (*factors, *found) for x in names)
+        del results
+        shapes = [x.shape for x in operands]
+        of_operands, of_results, sizes = _factors(mesh, letters, shapes, found)
+        everything = dict.fromkeys(
+            x for names in (*of_operands, *of_results) for name in names for x in _parts(name)
+        )
         reduced = [x for x in summed[0] if all(x in y for y in summed)]
         return SdyShardingRule(
-            tuple(ArrayMapping(*names) for names in factors),
-            tuple(ArrayMapping(*axes) for axes in found),
+            tuple(ArrayMapping(*names) for names in of_operands),
+            tuple(ArrayMapping(*names) for names in of_results),
             reduction_factors=tuple(x for x in everything if x in reduced),
             need_replication_factors=tuple(x for x in everything if x not in sharded),
+            **sizes,
         )
 
     by_compiler.def_partition(partition=partition, sharding_rule=sharding_rule)
@@ -247,6 +260,7 @@ def _shards(
     """The mesh axes of each letter of `sharded`: those of the first operand that is distributed
     along it, without those of other letters. An axis that they do not divide evenly stays whole."""
     shards: Shards = {}
+    operand_axes = [axes.replace("G", "H") for axes in operand_axes]
     for spec, axes in zip(specs, operand_axes, strict=True):
         for letter, mesh_axes in zip(axes, spec, strict=False):
             taken = {name for names in shards.values() for name in names}
@@ -257,17 +271,42 @@ def _shards(
         for letter, size in zip(axes, x.shape, strict=True):
             if size % math.prod(mesh.shape[name] for name in shards.get(letter, ())):
                 del shards[letter]
-    return shards
+    return shards | ({"G": shards["H"]} if "H" in shards else {})
 
 
-def _factors(operand_axes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[list[str]]:
-    """The axes as a rule of the compiler names them: by their letters, or, where an axis has
-    another size than the first one with its letter, by a name of its own."""
+Factor: TypeAlias = str | CompoundFactor
+
+
+def _factors(
+    mesh: Any,
+    operand_axes: Sequence[str],
+    shapes: Sequence[Sequence[int]],
+    result_axes: Sequence[str],
+) -> tuple[list[list[Factor]], list[list[Factor]], dict[str, Any]]:
+    """The axes of operands and results as a rule of the compiler names them: by their letters, or,
+    where an axis has another size than the first one with its letter, by a name of its own. Where G
+    and H differ, the heads of H are R for each of G, which has the name H."""
     sizes: dict[str, int] = {}
+    for axes, shape in zip(operand_axes, shapes, strict=True):
+        for letter, size in zip(axes, shape, strict=True):
+            sizes.setdefault(letter, size)
+    names: dict[str, Factor] = {}
+    of_compound: dict[str, Any] = {}
+    groups = sizes.get("G", 0)
+    if groups > 0 and shares_evenly(mesh, groups):
+        names["G"] = "H"
+        if sizes["H"] > groups:
+            names["H"], of_compound["R"] = CompoundFactor("H", "R"), sizes["H"] // groups
 
-    def factor(letter: str, size: int) -> str:
-        return letter if sizes.setdefault(letter, size) == size else f"{letter}_{size}"
+    def factor(letter: str, size: int) -> Factor:
+        return names.get(letter, letter) if sizes[letter] == size else f"{letter}_{size}"
 
-    return [
+    of_operands = [
         list(map(factor, axes, shape)) for axes, shape in zip(operand_axes, shapes, strict=True)
     ]
+    of_results = [[names.get(letter, letter) for letter in axes] for axes in result_axes]
+    return of_operands, of_results, of_compound
+
+
+def _parts(factor: Factor) -> Sequence[str]:
+    return [factor] if isinstance(factor, str) else factor

@@ -30,7 +30,7 @@ class Signature:
 
     name: the operator's, such as "wkv7".
     inputs: the axes of each input, in the order of the public function. An input without the axis B
-      is a parameter that the whole batch shares.
+      is a parameter that the whole batch shares. H is a multiple of G.
     y: the input whose axes and dtype the output has.
     state: the axes of each part of the state.
     decays: the forms in which the operator takes `w`, last that of the official models; none if it
@@ -42,8 +42,6 @@ class Signature:
     per_head: parameters [H, K] that callers may give as [H, 1]. Inputs with T are not among them.
     float32_checkpoints: whether saved states are float32 whatever the dtype of the inputs.
     float32: inputs that may be float32 whatever the dtype of the others.
-    grouped: inputs of which callers may give fewer heads, G, where H is a multiple of G. Each is
-      then that of H / G heads one after another.
     """
 
     name: str
@@ -57,7 +55,6 @@ class Signature:
     per_head: frozenset[str] = frozenset()
     float32_checkpoints: bool = False
     float32: frozenset[str] = frozenset()
-    grouped: frozenset[str] = frozenset()
 
     @functools.cached_property
     def per_token(self) -> tuple[str, ...]:
@@ -91,9 +88,7 @@ class Signature:
         letter = "S" if sequences else "B"
         state = {self.part(x, token=token): y for x, y in self.state.items()}
         state = {name: axes.replace("B", letter) for name, axes in state.items()}
-        inputs = self.given_inputs(token=token)
-        inputs |= {name: inputs[name].replace("H", "G") for name in inputs if name in self.grouped}
-        return inputs | state
+        return self.given_inputs(token=token) | state
 
     def given_inputs(self, *, token: bool) -> Axes:
         """The axes of checked inputs: of whole sequences or of one token."""

@@ -98,7 +98,7 @@ OPERATOR = Operator(
     SIGNATURE,
     _Transition(),
     implementations={
-        "ffi": NativeKernels(SIGNATURE, head_sizes=HEAD_SIZES),
+        "ffi": NativeKernels(SIGNATURE, head_sizes=HEAD_SIZES, shares_keys=True),
         "pallas": "rwkv_jax.wkv7.pallas",
         "xla": Chain(SIGNATURE, terms),
         "reference": TokenByToken(SIGNATURE, step),

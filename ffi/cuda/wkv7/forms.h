@@ -34,8 +34,8 @@ struct DeltaRule : Wkv7 {
   using ForwardCall = Wkv7DeltaForwardCall;
   using BackwardCall = Wkv7DeltaBackwardCall;
   static constexpr auto kKeysAndValues =
-      std::make_tuple(Input{"q", "BTHK", &ForwardCall::r, &BackwardCall::dr},
-                      Input{"k", "BTHK", &ForwardCall::k, &BackwardCall::dk},
+      std::make_tuple(Input{"q", "BTGK", &ForwardCall::r, &BackwardCall::dr},
+                      Input{"k", "BTGK", &ForwardCall::k, &BackwardCall::dk},
                       Input{"v", "BTHV", &ForwardCall::v, &BackwardCall::dv});
   static constexpr auto Inputs() {
     if constexpr (kHeadDecay)

@@ -366,11 +366,16 @@ class ChunkGradients {
     constexpr int kUnit = kFilled ? N : 1;
     stride = static_cast<int>(heads * kUnit);
     first = (span.first_token + first_token) * stride + head * kUnit;
+    // Of a keyed call no heads share keys.
+    const unsigned key_head =
+        kKeyed ? head : static_cast<unsigned>(head) / static_cast<unsigned>(call.dims.group);
+    key_stride = kKeyed ? stride : static_cast<int>(call.dims.key_heads * kUnit);
+    first_key = (span.first_token + first_token) * key_stride + key_head * kUnit;
     const int64_t left_tokens = span.tokens - first_token;
     tokens = static_cast<int>(left_tokens < kChunkTokens ? left_tokens : kChunkTokens);
     if constexpr (kHasMaps) {
       map_row = static_cast<int>(span.first_token + first_token);
-      map_column = static_cast<int>(head * N);
+      map_column = static_cast<int>(head * N), key_column = static_cast<int>(key_head * N);
     }
     return true;
   }
@@ -385,7 +390,7 @@ class ChunkGradients {
         return;
       }
     const uint64_t absent = LoadMarks().absent;
-    const auto copy = [&](int to, const void* from, int size) {
+    const auto copy_from = [&](int to, const void* from, int64_t first, int stride, int size) {
 #pragma unroll
       for (int i = 0; i < kChunkTokens * kRowPieces / L::kThreads; ++i) {
         const int index = threadIdx.x + i * L::kThreads;
@@ -395,25 +400,35 @@ class ChunkGradients {
         for (int term = 0; term < kTerms; ++term)
           CopyAsync(PieceAddress(shared + to + term * L::kTermBytes + piece / 8 * L::kPanelBytes,
                                  row, piece % 8),
-                    static_cast<const T*>(from) + ElementOf(row, size) + ColumnOf(piece, term),
+                    static_cast<const T*>(from) + ElementOf(first, stride, row, size) +
+                        ColumnOf(piece, term),
                     present);
       }
     };
-    copy(L::kDz, call.w, KeySize());
+    const auto copy = [&](int to, const void* from, int size) {
+      copy_from(to, from, first, stride, size);
+    };
+    const auto copy_keys = [&](int to, const void* from) {
+      copy_from(to, from, first_key, key_stride, KeySize());
+    };
+    if constexpr (kDelta)
+      copy(L::kDz, call.w, KeySize());
+    else
+      copy_keys(L::kDz, call.w);
     CommitCopies();
     if constexpr (kKeyed) {
-      copy(L::kBh, call.a, N);  // the rate
+      copy_keys(L::kBh, call.a);  // the rate
       CopyKeyFactors(absent);
     } else if constexpr (kDelta) {
       if (const int row = threadIdx.x; row < kChunkTokens)
         CopyWordAsync(At(L::kBeta) + 4 * row, call.beta + TokenOf(row),
                       row < tokens && (absent >> row & 1) == 0);
     } else {
-      copy(L::kAt, call.a, KeySize());
-      copy(L::kBh, call.b, KeySize());
+      copy_keys(L::kAt, call.a);
+      copy_keys(L::kBh, call.b);
     }
-    copy(L::kKh, call.k, KeySize());
-    copy(L::kRt, call.r, KeySize());
+    copy_keys(L::kKh, call.k);
+    copy_keys(L::kRt, call.r);
     CommitCopies();
     copy(L::kV, call.v, ValueSize());
     copy(L::kDy, call.dy, ValueSize());
@@ -428,22 +443,22 @@ class ChunkGradients {
 #pragma unroll
       for (int i = 0; i < 3; ++i) hopper::InitBarrier(BoxBarrier(i), 1);
       hopper::PublishBarriers();
-      const auto copy = [&](int barrier, int to, const CUtensorMap& map) {
+      const auto copy = [&](int barrier, int to, const CUtensorMap& map, int column) {
 #pragma unroll
         for (int i = 0; i < L::kPanels; ++i)
           hopper::CopyBox(At(to + i * L::kPanelBytes), &map, BoxBarrier(barrier),
-                          map_column + i * kPanelCols, map_row);
+                          column + i * kPanelCols, map_row);
       };
       hopper::ExpectBytes(BoxBarrier(0), L::kTokenBytes);
-      copy(0, L::kDz, maps.w);
+      copy(0, L::kDz, maps.w, key_column);
       hopper::ExpectBytes(BoxBarrier(1), 4 * L::kTokenBytes);
-      copy(1, L::kBh, maps.b);
-      copy(1, L::kKh, maps.k);
-      copy(1, L::kRt, maps.r);
-      copy(1, L::kAt, maps.a);
+      copy(1, L::kBh, maps.b, key_column);
+      copy(1, L::kKh, maps.k, key_column);
+      copy(1, L::kRt, maps.r, key_column);
+      copy(1, L::kAt, maps.a, key_column);
       hopper::ExpectBytes(BoxBarrier(2), 2 * L::kTokenBytes + L::kStateBytes);
-      copy(2, L::kV, maps.v);
-      copy(2, L::kDy, maps.dy);
+      copy(2, L::kV, maps.v, map_column);
+      copy(2, L::kDy, maps.dy, map_column);
 #pragma unroll
       for (int i = 0; i < L::kPanels; ++i)
         hopper::CopyBox(At(L::kDs + i * L::kStatePanelBytes), &maps.ds, BoxBarrier(2),
@@ -1561,6 +1576,9 @@ class ChunkGradients {
   // Whether a head of `size` channels has a piece, and the first element of the head in a token of the chunk.
   static __device__ bool Has(int piece, int size) { return kFilled || 8 * piece < size; }
   __device__ int64_t ElementOf(int row, int size) const {
+    return ElementOf(first, stride, row, size);
+  }
+  static __device__ int64_t ElementOf(int64_t first, int stride, int row, int size) {
     const int64_t at = first + static_cast<int64_t>(row) * stride;
     return kFilled ? at : at * size;
   }
@@ -2242,9 +2260,12 @@ class ChunkGradients {
   int marks_index;              // of this chunk among the chunks of all rows
   int64_t first;                // the element of the first token of the chunk
   int stride, tokens;           // elements from token to token; tokens of the chunk
-  // Unless kFilled, `first` and `stride` count heads.
+  int64_t first_key;            // the same in an array of keys
+  int key_stride;
+  // Unless kFilled, all of these count heads.
   Frames frames = Frames::kChunk;
-  int map_row, map_column;  // with kHasMaps: where the chunk begins in an array
+  // With kHasMaps: where the chunk begins in an array, and its column in an array of keys.
+  int map_row, map_column, key_column;
 };
 
 template <typename Gradients, typename Call>
@@ -2344,6 +2365,7 @@ void MakeRowMaps(RowMaps& maps, const Wkv7BackwardCall& call, const uint4* gradi
   const cuuint64_t rows =
       call.sequences.Given() ? call.sequences.tokens : call.dims.batch * call.dims.tokens;
   const cuuint64_t width = call.dims.heads * size, state_rows = blocks * size;
+  const cuuint64_t key_width = call.dims.key_heads * size;
   const auto make = [](CUtensorMap& map, const void* x, cuuint64_t rows, cuuint64_t width,
                        cuuint32_t box_rows) {
     return MakeMap<2>(map, x, {width, rows}, {2 * width}, {kPanelCols, box_rows});
@@ -2351,13 +2373,16 @@ void MakeRowMaps(RowMaps& maps, const Wkv7BackwardCall& call, const uint4* gradi
   const auto in = [&](CUtensorMap& map, const void* x) {
     return make(map, x, rows, width, kChunkTokens);
   };
+  const auto keys = [&](CUtensorMap& map, const void* x) {
+    return make(map, x, rows, key_width, kChunkTokens);
+  };
   const auto out = [&](CUtensorMap& map, void* x) {
     return make(map, x, rows, width, kHalfTokens);
   };
   constexpr cuuint64_t kMostRows = std::numeric_limits<int>::max();
-  maps.made = HasHopperCode() && std::max(rows, state_rows) <= kMostRows && in(maps.w, call.w) &&
-              in(maps.r, call.r) && in(maps.k, call.k) && in(maps.v, call.v) &&
-              in(maps.a, call.a) && in(maps.b, call.b) && in(maps.dy, call.dy) &&
+  maps.made = HasHopperCode() && std::max(rows, state_rows) <= kMostRows && keys(maps.w, call.w) &&
+              keys(maps.r, call.r) && keys(maps.k, call.k) && in(maps.v, call.v) &&
+              keys(maps.a, call.a) && keys(maps.b, call.b) && in(maps.dy, call.dy) &&
               make(maps.ds, gradients, state_rows, size, size) && out(maps.pairs[0][0], call.db) &&
               out(maps.pairs[0][1], call.dk) && out(maps.pairs[1][0], call.dr) &&
               out(maps.pairs[1][1], call.da);

@@ -120,21 +120,25 @@ class HeadDecayGradients {
     const int64_t left_tokens = span.tokens - chunk * kChunk;
     constexpr int kWords = kChunkTokens / kWordTokens;
     marks_index = row * static_cast<int>(call.marks.per_row / kWords) + chunk;
-    stride = static_cast<int>(heads);
-    first = (span.first_token + chunk * kChunk) * heads + head;
+    const unsigned key_heads = static_cast<unsigned>(call.dims.key_heads);
+    const int64_t first_token = span.first_token + chunk * kChunk;
+    stride = static_cast<int>(heads), first = first_token * heads + head;
+    key_stride = static_cast<int>(key_heads);
+    first_key = first_token * key_heads +
+                static_cast<unsigned>(head) / static_cast<unsigned>(call.dims.group);
     tokens = static_cast<int>(left_tokens < kChunkTokens ? left_tokens : kChunkTokens);
     return true;
   }
 
   // Starts the copies in three groups: q and k; the first stages of S0 and dS; v and dY.
   __device__ __forceinline__ void LoadChunk() const {
-    CopyTokens(L::kK, call.k, KeySize());
-    CopyTokens(L::kQ, call.r, KeySize());
+    CopyTokens(L::kK, call.k, first_key, key_stride, KeySize());
+    CopyTokens(L::kQ, call.r, first_key, key_stride, KeySize());
     CommitCopies();
     StageRows(0);
     CommitCopies();
-    CopyTokens(L::kV, call.v, ValueSize());
-    CopyTokens(L::kDy, call.dy, ValueSize());
+    CopyTokens(L::kV, call.v, first, stride, ValueSize());
+    CopyTokens(L::kDy, call.dy, first, stride, ValueSize());
     CommitCopies();
     constexpr int kLine = 128 / sizeof(__nv_bfloat16);
     for (int i = threadIdx.x * kLine; i < N * N; i += L::kThreads * kLine) {
@@ -448,14 +452,17 @@ class HeadDecayGradients {
   __device__ void WaitForWarpgroup() const { Synchronize(kWarpgroup + panel, 128); }
 
   __device__ bool Has(int piece, int size) const { return kFilled || 8 * piece < size; }
-  __device__ __forceinline__ void CopyTokens(int to, const void* from, int size) const {
+  // Starts to copy the tokens of an array with heads of `size` channels, of which `first` and `stride` count heads.
+  __device__ __forceinline__ void CopyTokens(int to, const void* from, int64_t first, int stride,
+                                             int size) const {
     const uint64_t absent = LoadMarks().absent;
 #pragma unroll
     for (int i = 0; i < kChunkTokens * kRowPieces / L::kThreads; ++i) {
       const int index = threadIdx.x + i * L::kThreads;
       const int row = index / kRowPieces, piece = index % kRowPieces;
       CopyAsync(PieceAddress(At(to) + piece / 8 * L::kPanelBytes, row, piece % 8),
-                static_cast<const T*>(from) + ElementOf(row, size) + 8 * piece,
+                static_cast<const T*>(from) + (first + static_cast<int64_t>(row) * stride) * size +
+                    8 * piece,
                 row < tokens && (absent >> row & 1) == 0 && Has(piece, size));
     }
   }
@@ -686,6 +693,8 @@ class HeadDecayGradients {
   int marks_index;        // of this chunk among the chunks of all rows
   int64_t first;          // the number of the first token of the chunk in [B, T, H]
   int stride, tokens;     // numbers from token to token; tokens of the chunk
+  int64_t first_key;      // the same in [B, T, key heads]
+  int key_stride;
 };
 
 template <typename T, int N, bool kMarked>

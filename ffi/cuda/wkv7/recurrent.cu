@@ -358,11 +358,12 @@ __device__ void ReplayToken(const G& partition, const TokenView<G::N, kTokens>& 
 
 // The chunks that are left to this kernel, which may be of any head: their numbers in [chunks, H], of
 // which there are numbers[0], and the gradients of the states behind all chunks, [chunks, H, N, N].
-// Without numbers there are none. Heads may have K and V below N.
+// Without numbers there are none. Heads may have K and V below N, and may share keys.
 struct SteepChunks {
   const uint32_t* numbers;
   const void* gradients;
   int keys, values;
+  int key_heads, group;
 };
 
 // Into how many shares, each of equally many quads, every one of `chunks` steep chunks is divided, so that few
@@ -371,17 +372,6 @@ __device__ inline uint32_t SharesOfChunk(uint32_t chunks) {
   uint32_t shares = 1;
   while (shares < kChunkQuads && chunks <= gridDim.x / (2 * shares)) shares *= 2;
   return shares;
-}
-
-// Fetches tokens; if kPart, `first` and `stride` count heads.
-template <bool kPart, typename Loader, typename T>
-__device__ void FetchTokens(Loader& loader, const T* const* vectors, int64_t first, int64_t stride,
-                            int count, const SteepChunks& chunks) {
-  if constexpr (kPart)
-    loader.FetchPart(vectors, 1u << kV | 1u << kDy, first, stride, count, chunks.keys,
-                     chunks.values);
-  else
-    loader.Fetch(vectors, first, stride, count);
 }
 
 // What a call of the delta rule has besides, [B, T, H] but the scale.
@@ -413,23 +403,23 @@ __device__ void MakeVectors(const DeltaOperands& delta, float* tokens, int64_t f
 // of the tokens.
 template <typename T, typename G, int kTokens>
 __device__ void WriteDeltaSums(const float (&sums)[kTokens][G::kWarps][kColumnSums][G::N],
-                               const DeltaOperands& delta, const T* keys, const float* decays,
-                               int count, TileMarks<true> marks, int64_t first, int64_t stride,
-                               const Gradients<T>& out, int key_size, Dtype dtype) {
+                               const DeltaOperands& delta, const T* keys, const TokenRows& of_keys,
+                               const float* decays, int count, TileMarks<true> marks, int64_t first,
+                               int64_t stride, const Gradients<T>& out, Dtype dtype) {
   const int t = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (t >= count || t >= kTokens) return;
   const bool absent = marks.Absent(t);
   const int64_t token = first + t * stride;
   const float beta = absent ? 0.0f : delta.beta[token], scale = *delta.scale;
   float dbeta[1] = {};
-  for (int col = lane; col < key_size; col += 32) {
+  for (int col = lane; col < of_keys.size; col += 32) {
     float of[kColumnSums] = {};
 #pragma unroll
     for (int which = 0; which < kColumnSums; ++which)
 #pragma unroll
       for (int warp = 0; warp < G::kWarps; ++warp) of[which] += sums[t][warp][which][col];
-    const int64_t at = token * key_size + col;
-    const float key = absent ? 0.0f : ToFloat(keys[at], dtype),
+    const int64_t at = token * of_keys.size + col;
+    const float key = absent ? 0.0f : ToFloat(keys[of_keys.Element(t) + col], dtype),
                 a = decays[t * G::N + col] * of[kDa];
     const float written = of[kDk] - of[kDb];
     dbeta[0] += key * written;
@@ -472,8 +462,6 @@ __global__ __launch_bounds__(
   RWKV_JAX_DYNAMIC_SHARED(16, memory);
   using Shared = BackwardShared<G>;
   constexpr bool kLarge = Shared::kLarge;
-  // Whether K and V may be below N.
-  constexpr bool kPart = kSteep && !std::is_same_v<T, float>;
   constexpr bool kDelta = std::is_same_v<Form, DeltaOperands>;
   static_assert(!kSteep || kMarked,
                 "steep chunks are rare: one kernel does for calls with marks and without");
@@ -494,7 +482,7 @@ __global__ __launch_bounds__(
     const int64_t split = kSteep ? 0 : lot.Split(), length = kSteep ? 1 : lot.Length(chunks);
     const int64_t first_chunk = kSteep ? number / heads - head.span.first_chunk : split * length;
     const int64_t last_chunk = first_chunk + length < chunks ? first_chunk + length : chunks;
-    constexpr int kUnit = kPart ? N : 1;  // elements of what tokens are counted in
+    constexpr int kUnit = kSteep ? N : 1;  // elements of what tokens are counted in
     const int64_t stride = head.TokenStride() / kUnit;
     float* const ds_end =
         lot.Scratch(kSteep ? lot.first_head + blockIdx.x : head.turn, split, ScratchSize(N));
@@ -522,6 +510,22 @@ __global__ __launch_bounds__(
         return Min(kReplayTokens, in_chunk - quad * kReplayTokens);
       };
       const auto token_of = [&](int quad) { return first_token + quad * kReplayTokens * stride; };
+      // Of a steep chunk: where a quad lies in an array.
+      const auto rows_of = [&](int quad, int vector) -> TokenRows {
+        const bool values = vector == kV || vector == kDy;
+        if (values || (kDelta && vector == kW))
+          return {token_of(quad), stride, values ? steep.values : steep.keys};
+        const int64_t token = head.span.first_token + start + quad * kReplayTokens;
+        return {token * steep.key_heads + static_cast<int>(head.head) / steep.group,
+                steep.key_heads, steep.keys};
+      };
+      const auto fetch_tokens = [&](auto& loader, int quad) {
+        if constexpr (kSteep)
+          loader.FetchPart(inputs.x, count_of(quad),
+                           [&](int vector) { return rows_of(quad, vector); });
+        else
+          loader.Fetch(inputs.x, token_of(quad), stride, count_of(quad));
+      };
       const auto marks_of = [&](int quad) {
         return LoadMarks<kMarked>(marks, head.sequence, start + quad * kReplayTokens);
       };
@@ -529,9 +533,9 @@ __global__ __launch_bounds__(
       const auto load_state = [&](int quad, Fragment<G>& s) {
         if (quad > 0)
           LoadState(partition, quad_states + (quad - 1) * N * N, s);
-        else if constexpr (kPart)
+        else if constexpr (kSteep)
           LoadStatePart(partition,
-                        static_cast<const __nv_bfloat16*>(states.data) +
+                        static_cast<const SteepState<T>*>(states.data) +
                             head.SavedState(chunk) / (N * N) * (steep.values * steep.keys),
                         steep.values, steep.keys, s);
         else
@@ -545,8 +549,7 @@ __global__ __launch_bounds__(
         const bool more = quad + 1 < end_quad;
         own = next_own;
         if (more) {
-          FetchTokens<kPart>(replay_loader, inputs.x, token_of(quad + 1), stride,
-                             count_of(quad + 1), steep);
+          fetch_tokens(replay_loader, quad + 1);
           next_own = marks_of(quad + 1);
         }
         if (quad > 0 && quad >= first_quad)
@@ -584,7 +587,7 @@ __global__ __launch_bounds__(
         return (!kSteep || quad < end_quad) && 4 * threadIdx.x < kReplayTokens * N;
       };
       const auto fetch = [&](int quad) {
-        FetchTokens<kPart>(loader, inputs.x, token_of(quad), stride, count_of(quad), steep);
+        fetch_tokens(loader, quad);
         next_own = marks_of(quad);
         if (has_sa(quad))
           sa_piece = *reinterpret_cast<const float4*>(chunk_sa + quad * kReplayTokens * N +
@@ -602,12 +605,15 @@ __global__ __launch_bounds__(
       // The gradients of `count` tokens of a quad from token `t` on.
       const auto write_sums = [&](int quad, int t, int count) {
         const int64_t first = token_of(quad) + t * stride;
-        if constexpr (kDelta)
-          WriteDeltaSums<T, G>(shared.sums, form, inputs.x[kK], shared.tokens[quad % 2] + t * N,
-                               count, own.From(t), first, stride, out, steep.keys, dtype);
-        else
-          WriteColumnSums<T, G, kPart>(shared.sums, count, own.From(t), first, stride, out,
-                                       steep.keys, dtype);
+        if constexpr (kDelta) {
+          TokenRows of_keys = rows_of(quad, kK);
+          of_keys.first += t * of_keys.stride;
+          WriteDeltaSums<T, G>(shared.sums, form, inputs.x[kK], of_keys,
+                               shared.tokens[quad % 2] + t * N, count, own.From(t), first, stride,
+                               out, dtype);
+        } else
+          WriteColumnSums<T, G, kSteep>(shared.sums, count, own.From(t), first, stride, out,
+                                        steep.keys, dtype);
       };
       Fragment<G> s_next;
       for (int quad = quads; quad >= first_quad; --quad) {
@@ -641,11 +647,11 @@ __global__ __launch_bounds__(
             } else if (t < kReplayTokens - 1) {
               Recall<G>(kept[t > 0 ? t - 1 : 2], s);
             }
-            BackwardToken<T, G, kPart>(
+            BackwardToken<T, G, kSteep>(
                 partition, {shared.tokens[stage], t}, shared.slope[stage] + t * N,
                 shared.sa[stage] + t * N, own, s, ds,
                 shared.sums[t % Shared::kSumTokens][threadIdx.x / 32],
-                t < count ? out.v + (kPart ? token(t) * steep.values : token(t)) : nullptr,
+                t < count ? out.v + (kSteep ? token(t) * steep.values : token(t)) : nullptr,
                 steep.values, dtype);
             if constexpr (kLarge) {
               __syncthreads();
@@ -669,7 +675,7 @@ __global__ __launch_bounds__(
       }
     }
     if ((kSteep ? first_chunk : split) == 0 && first_quad == 0) {
-      if constexpr (kPart)
+      if constexpr (kSteep)
         StoreStatePart(partition, out.initial_state + head.index * steep.values * steep.keys,
                        steep.values, steep.keys, ds);
       else
@@ -708,11 +714,12 @@ cudaError_t LaunchSteep(cudaStream_t stream, const Wkv7BackwardCall& call, const
                         const Form& form) {
   if (scratch.heads == 0) return cudaSuccess;
   const int64_t resident = kBackwardBlocks<N> * device.multiprocessors;
-  return LaunchBackward<T, N, true, true>(stream, call, device, {0, scratch},
-                                          std::min(resident, scratch.heads),
-                                          {steep, gradients, static_cast<int>(call.dims.head_size),
-                                           static_cast<int>(call.dims.value_size)},
-                                          form);
+  return LaunchBackward<T, N, true, true>(
+      stream, call, device, {0, scratch}, std::min(resident, scratch.heads),
+      {steep, gradients, static_cast<int>(call.dims.head_size),
+       static_cast<int>(call.dims.value_size), static_cast<int>(call.dims.key_heads),
+       static_cast<int>(call.dims.group)},
+      form);
 }
 
 }  // namespace

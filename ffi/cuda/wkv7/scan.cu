@@ -1117,10 +1117,9 @@ class ScanBlock {
 
     copy_row = threadIdx.x % 128 / 8;
     copy_to = PieceAddress(0, copy_row, Piece());
-    stride = static_cast<int>(scan.dims.heads * kUnit);
-    const int piece_column = L::kTerms == 1 ? 8 * Piece() : Piece() / 2 * 16 + Piece() % 2 * 4;
-    first = (span.first_token + first_token) * stride +
-            (head - sequence * scan.dims.heads) * kUnit + (kFilled ? piece_column : 0);
+    first = static_cast<unsigned>(span.first_token + first_token);
+    own = static_cast<unsigned>(head - sequence * scan.dims.heads);
+    key_head = kKeyed ? own : own / static_cast<unsigned>(scan.dims.group);
     return true;
   }
 
@@ -1185,7 +1184,6 @@ class ScanBlock {
   __device__ bool OnState() const { return warpgroup < L::kPanels; }
 
  private:
-  static constexpr int kUnit = kFilled ? N : 1;  // of `first` and `stride`
   using Accumulators = StateAccumulator<N>;
   using State = typename Accumulators::State;
   static constexpr int kFloatPiece = 8;
@@ -1204,9 +1202,17 @@ class ScanBlock {
   static __device__ bool Has(int panel, int size) {
     return kFilled || kPanelCols * panel + 8 * Piece() < size;
   }
-  __device__ int64_t ElementOf(int token, int size) const {
-    const int64_t at = first + static_cast<int64_t>(token) * stride;
-    return kFilled ? at : at * size + Piece() * 8;
+  // The number of a token of this head in [B, T, H], and of its keys in [B, T, key heads].
+  __device__ int64_t OfHead(int token) const { return NumberOf(token, scan.dims.heads, own); }
+  __device__ int64_t OfKeys(int token) const {
+    return kKeyed ? OfHead(token) : NumberOf(token, scan.dims.key_heads, key_head);
+  }
+  __device__ int64_t NumberOf(int token, int64_t heads, unsigned head) const {
+    return static_cast<int64_t>(first + token) * static_cast<unsigned>(heads) + head;
+  }
+  // The element of this thread's piece in a head of `size` channels, from that number.
+  static __device__ int64_t ElementOf(int64_t number, int size) {
+    return number * size + (L::kTerms == 1 ? 8 * Piece() : Piece() / 2 * 16 + Piece() % 2 * 4);
   }
   __device__ bool StartsChunk(int tile) const {
     return kReverse ? tile == 0 || TimeOf(tile) % 4 == 3 : tile % 4 == 0;
@@ -1270,8 +1276,9 @@ class ScanBlock {
     return *reinterpret_cast<TokenFactors*>(FloatsOf(tile));
   }
   __device__ void LoadParameters() const {
-    const float* const from = scan.parameters + sequence * Wkv7KeysCall::kParameters * stride +
-                              (head - sequence * scan.dims.heads) * N;
+    const int stride = static_cast<int>(scan.dims.heads * N);
+    const float* const from =
+        scan.parameters + sequence * Wkv7KeysCall::kParameters * stride + own * N;
     for (int i = threadIdx.x; i < 3 * N; i += L::kThreads)
       Parameters()[i] = from[static_cast<int64_t>(i / N) * stride + i % N];
   }
@@ -1279,43 +1286,41 @@ class ScanBlock {
   __device__ bool IsPresent(int token, uint32_t word) const {
     return token < tokens && (word >> (kTileTokens + token % kTileTokens) & 1) == 0;
   }
-  // Calls fn(panel, copy) for the panels of a tile, where copy(to, low, x, size) copies the piece of this thread from
-  // an array with heads of `size` channels. Of floats it copies two pieces, which lie kFloatPiece elements apart, to
-  // where two terms lie, `low` bytes apart.
+  // Calls fn(panel, copy) for the panels of a tile, where copy(to, low, x, number, size) copies the piece of this thread
+  // from the head with this number in an array with heads of `size` channels. Of floats it copies two pieces, which lie
+  // kFloatPiece elements apart, to where two terms lie, `low` bytes apart.
   template <typename Fn>
   __device__ void ForPanelsOf(int tile, uint32_t word, Fn&& fn) const {
     const int token = TokenOf(tile);
     const bool present = IsPresent(token, word);
 #pragma unroll
     for (int panel = 0; panel < L::kPanels; ++panel)
-      fn(panel, [&](uint32_t to, int low, const void* x, int size) {
+      fn(panel, [&](uint32_t to, int low, const void* x, int64_t number, int size) {
 #pragma unroll
         for (int i = 0; i < L::kTerms; ++i)
           CopyAsync(to + copy_to + i * low,
-                    static_cast<const T*>(x) + ElementOf(token, size) + kPanelCols * panel +
+                    static_cast<const T*>(x) + ElementOf(number, size) + kPanelCols * panel +
                         i * kFloatPiece,
                     present && Has(panel, size));
       });
   }
   __device__ __forceinline__ void CopyOperands(int tile, uint32_t word) const {
     const uint32_t to = OperandsOf(tile);
+    const int token = TokenOf(tile);
     ForPanelsOf(tile, word, [&](int panel, auto copy) {
-      const auto operand = [&](int at, const void* x, int size) {
-        copy(to + at, L::kTermBytes, x, size);
+      const auto keys = [&](int at, const void* x) {
+        copy(to + at, L::kTermBytes, x, OfKeys(token), KeySize());
       };
-      if constexpr (!kKeyed || kReverse) operand(L::kA + panel * L::kReadStride, scan.a, KeySize());
-      if constexpr (kOutput) operand(L::kR + panel * L::kReadStride, scan.r, KeySize());
-      if constexpr (!L::kDelta) operand(L::kB + panel * L::kPanelBytes, scan.b, KeySize());
-      if constexpr (!L::kJoined) operand(L::kK + panel * L::kPanelBytes, scan.k, KeySize());
-      operand(L::kV + panel * L::kPanelBytes, scan.v, ValueSize());
+      if constexpr (!kKeyed || kReverse) keys(L::kA + panel * L::kReadStride, scan.a);
+      if constexpr (kOutput) keys(L::kR + panel * L::kReadStride, scan.r);
+      if constexpr (!L::kDelta) keys(L::kB + panel * L::kPanelBytes, scan.b);
+      if constexpr (!L::kJoined) keys(L::kK + panel * L::kPanelBytes, scan.k);
+      copy(to + L::kV + panel * L::kPanelBytes, L::kTermBytes, scan.v, OfHead(token), ValueSize());
     });
     if constexpr (L::kFloatBytes > 0) {
-      const int token = TokenOf(tile);
       // In float [B, T, H].
       const auto copy_float = [&](float* to, const void* from) {
-        CopyWordAsync(SharedAddress(to + copy_row),
-                      static_cast<const float*>(from) +
-                          (first + static_cast<int64_t>(token) * stride) / kUnit,
+        CopyWordAsync(SharedAddress(to + copy_row), static_cast<const float*>(from) + OfHead(token),
                       IsPresent(token, word));
       };
       if (Piece() == 0) {
@@ -1332,7 +1337,8 @@ class ScanBlock {
   __device__ __forceinline__ void CopyDecays(int tile) const {
     if constexpr (!L::kHeadDecay)
       ForPanelsOf(tile, 0, [&](int panel, auto copy) {
-        copy(RawDecaysOf(tile) + panel * L::kPanelBytes, L::kPanelsBytes, scan.w, KeySize());
+        copy(RawDecaysOf(tile) + panel * L::kPanelBytes, L::kPanelsBytes, scan.w,
+             L::kDelta ? OfHead(TokenOf(tile)) : OfKeys(TokenOf(tile)), KeySize());
       });
     CopyBarrierOf(tile).ArriveAfterCopies();
   }
@@ -1464,8 +1470,9 @@ class ScanBlock {
 #pragma unroll
       for (int i = 0; i < L::kTerms; ++i)
         if (token < tokens && Has(panel, ValueSize()))
-          *reinterpret_cast<uint4*>(static_cast<T*>(scan.y) + ElementOf(token, ValueSize()) +
-                                    kPanelCols * panel + i * kFloatPiece) =
+          *reinterpret_cast<uint4*>(static_cast<T*>(scan.y) +
+                                    ElementOf(OfHead(token), ValueSize()) + kPanelCols * panel +
+                                    i * kFloatPiece) =
               *reinterpret_cast<const uint4*>(memory + (y - shared) + panel * L::kPanelBytes +
                                               i * L::kPanelsBytes + copy_to);
   }
@@ -1501,8 +1508,8 @@ class ScanBlock {
   int64_t count, order;              // splits of the sequence, and this one in the recurrence
   int64_t first_chunk, first_token;  // of the split in its sequence
   int tokens, tiles;                 // of the split
-  int64_t first;                     // the element of this thread's piece in the first token
-  int stride;                        // from token to token; unless kFilled, both count heads
+  unsigned first;                    // the number of the first token in [B, T]
+  unsigned own, key_head;            // h, and the head of its keys
   int copy_row;                      // of this thread's piece in a tile
   uint32_t copy_to;                  // its address in a panel
   uint32_t next_word;                // marks of the tile that is copied next

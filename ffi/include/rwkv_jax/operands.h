@@ -95,7 +95,12 @@ class Operands {
             " and V = ", values,
             pads ? "; expected multiples of 8 from " : "; expected K = V, a power of two from ",
             kMinHeadSize, " to ", max_head_size);
-    return {Size('S'), tokens, Size('H'), keys, values, Saved()};
+    // G is the number of key heads, where operands have it.
+    const int64_t heads = Size('H'), groups = axes_['G' - 'A'].first.empty() ? heads : Size('G');
+    Require(groups > 0 ? heads % groups == 0 : heads == 0, "r and v have G = ", groups,
+            " and H = ", heads, "; expected an H that is a multiple of G");
+    return {Size('S'), tokens,  heads,  keys,
+            values,    Saved(), groups, groups > 0 ? heads / groups : 1};
   }
 
   Decay ReadDecay(int64_t decay, Decay last) {

@@ -17,7 +17,8 @@
 namespace rwkv_jax {
 
 // An input: its name, its axes, and the members of a call that are the input and its gradient. An input
-// without the axis T is a parameter that all tokens of a sequence share, in float32.
+// without the axis T is a parameter that all tokens of a sequence share, in float32. G are the heads of keys where a
+// platform takes heads that share them, and else H; gradients have H.
 template <typename Value, typename Gradient>
 struct Input {
   const char *name, *axes;
@@ -77,12 +78,12 @@ struct Wkv7 {
   static constexpr bool kHasTransition = true;
   static constexpr const char *kValue = "HV", *kState = "HVK", *kFactor = "HKK";
   static constexpr auto kInputs =
-      std::make_tuple(Input{"r", "BTHK", &ForwardCall::r, &BackwardCall::dr},
-                      Input{"w", "BTHK", &ForwardCall::w, &BackwardCall::dw},
-                      Input{"k", "BTHK", &ForwardCall::k, &BackwardCall::dk},
+      std::make_tuple(Input{"r", "BTGK", &ForwardCall::r, &BackwardCall::dr},
+                      Input{"w", "BTGK", &ForwardCall::w, &BackwardCall::dw},
+                      Input{"k", "BTGK", &ForwardCall::k, &BackwardCall::dk},
                       Input{"v", "BTHV", &ForwardCall::v, &BackwardCall::dv},
-                      Input{"a", "BTHK", &ForwardCall::a, &BackwardCall::da},
-                      Input{"b", "BTHK", &ForwardCall::b, &BackwardCall::db});
+                      Input{"a", "BTGK", &ForwardCall::a, &BackwardCall::da},
+                      Input{"b", "BTGK", &ForwardCall::b, &BackwardCall::db});
 
   static void SetConstants(Wkv7Call&) {}
 };
@@ -118,7 +119,7 @@ struct Scratch {
 template <typename Operator>
 class CallReader {
  public:
-  // `pads` is that of Operands::Heads.
+  // `pads` is that of Operands::Heads; then heads may also share keys.
   CallReader(Pass pass, ffi::RemainingArgs args, ffi::RemainingRets rets,
              const Attributes& attributes, int64_t max_head_size, bool pads = false)
       : operands(NameOf(pass), args, rets, attributes.packing),
@@ -161,7 +162,8 @@ class CallReader {
     ReadState("dfinal_", call.dfinal_state);
     if (states)
       ForInputs<Operator>([&](const auto& input) {
-        ReadResult(std::string("d") + input.name, input.axes, input.kind(), call.*input.gradient);
+        ReadResult(std::string("d") + input.name, AllHeads(input.axes), input.kind(),
+                   call.*input.gradient);
       });
     WriteState("dinitial_", call.dinitial_state);
     ReadScratch();
@@ -199,6 +201,10 @@ class CallReader {
     return kOpNames[static_cast<int>(Operator::kOp)] + std::string(names[static_cast<int>(pass)]);
   }
   static std::string Plural(const char* part) { return std::string(part) + "s"; }
+  static std::string AllHeads(std::string axes) {
+    for (char& letter : axes) letter = letter == 'G' ? 'H' : letter;
+    return axes;
+  }
   static std::string Value() { return Operator::kValue; }
   static std::string Saved() { return std::string("BN") + Operator::kState; }
   // Only states without a type of their own may be rounded.
@@ -220,7 +226,7 @@ class CallReader {
   void ReadInputs(Call& call) {
     Operator::SetConstants(call);
     ForInputs<Operator>([&](const auto& input) {
-      std::string axes = input.axes;
+      std::string axes = pads_ ? input.axes : AllHeads(input.axes);
       if (problem.pass == Pass::kStep && !input.Shared()) axes.erase(1, 1);
       ReadOperand(input.name, axes, input.kind(), call.*input.value);
     });

@@ -5,9 +5,9 @@
 
 namespace rwkv_jax {
 
-// Arrays are dense and row-major: the inputs, y and their cotangents are [B, T, H, K] of `dtype`; a
-// state is float [S, H, V, K]; saved states are [B, N, H, V, K] of `states_dtype`, which is kF32 or
-// kBF16.
+// Arrays are dense and row-major: v, y and their cotangents are [B, T, H, V] of `dtype`, the other inputs
+// [B, T, key heads, K], and the gradients of these [B, T, H, K]; a state is float [S, H, V, K]; saved states are
+// [B, N, H, V, K] of `states_dtype`, which is kF32 or kBF16.
 struct Wkv7Call {
   HeadDims dims;
   Dtype dtype, states_dtype;
@@ -56,8 +56,9 @@ struct Wkv7KeyedBackwardCall : Wkv7BackwardCall {
 //
 //   r = scale q     k = beta k'     a = exp(g) k'     b = -beta k'
 //
-// `r` is q, `k` is k', and `a` and `b` are null. beta is [B, T, H]. If `head_decay`, g is float [B, T, H] and so is
-// its gradient. `scale` is one number. The gradients are those of these inputs.
+// `r` is q, `k` is k', and `a` and `b` are null. beta is [B, T, H]. g is [B, T, H, K] or, if `head_decay`, float
+// [B, T, H], and so is its gradient: heads share q and k alone. `scale` is one number. The gradients are those of these
+// inputs.
 struct Wkv7DeltaForwardCall : Wkv7ForwardCall {
   const float *scale, *beta;
   bool head_decay;
