@@ -448,6 +448,20 @@ def test_heads_that_share_keys(
         assert (case.B, case.T, *values) in shapes
 
 
+def test_key_heads_that_cannot_be_shared(emulation: Emulation) -> None:
+    """The handler refuses them, too."""
+    case = Case(1, 32, 4, 64, dtype="bfloat16", decay="log")
+    inputs, cotangents = harness.operands("gated_delta_rule", case)
+    run = functools.partial(harness.value_and_gradients, Run("gated_delta_rule", "ffi"))
+    for call in emulation.traced(functools.partial(run, precision=None), inputs, cotangents):
+        given, made = (
+            [np.zeros((1, 32, 3, 64) if x.shape == (1, 32, 2, 64) else x.shape, x.dtype) for x in y]
+            for y in (call.operands, call.results)
+        )
+        with pytest.raises(RuntimeError, match="G = 3 and H = 4; expected an H that is a multiple"):
+            emulation.module.call(call.target, given, made, call.attributes)
+
+
 def test_wkv4_jumps(emulated: Emulation) -> None:
     """Keys whose weights, next to each other in one segment or in two, are out of the range of
     float32."""

@@ -59,7 +59,8 @@ cudaError_t Wkv7SteepChunks(cudaStream_t stream, const Wkv7DeltaBackwardCall& ca
 // --- Kernels on matrix units (scan.cu, gradients.cu): any decay; 16-bit dtypes, K and V in multiples of kHeadPiece up
 // to 128, saved states in bfloat16; in calls that are not keyed also float32, K and V of 64, saved states in float32.
 // There are kernels for heads of 64 and of 128, which fill up others with zeros where they have them on the chip,
-// and in the scratch.
+// and in the scratch. In calls that are not keyed heads may share keys (HeadDims): a block then reads those of its key
+// head, and writes the gradients of its own head.
 
 constexpr int64_t MatrixHeadSize(int64_t keys, int64_t values) {
   return keys <= 64 && values <= 64 ? 64 : 128;
