@@ -63,7 +63,7 @@ class DeltaKernels(Form):
         last = dict(zip(floats, found[len(results) :], strict=True))
         of_tensors = gradients(found[: len(results)])
         dinputs = of_tensors.inputs | last
-        for name, axis in self._of_heads.items():
+        for name, axis in self._of_heads.items() if n > 1 else ():
             x = dinputs[name]
             each = x.reshape(*x.shape[:axis], -1, n, *x.shape[axis + 1 :])
             dinputs[name] = jnp.sum(each, axis=axis + 1, dtype=jnp.float32)
@@ -90,6 +90,8 @@ class DeltaKernels(Form):
 
     def _cut(self, axes: Any, operands: Any, n: int) -> Any:
         """The operands with each head cut into `n` along V."""
+        if n == 1:
+            return operands
         operands = cuts.cut(axes, operands, n)
         repeated = {
             name: jnp.repeat(operands.inputs[name], n, axis=axis)

@@ -1118,8 +1118,11 @@ class ScanBlock {
     copy_row = threadIdx.x % 128 / 8;
     copy_to = PieceAddress(0, copy_row, Piece());
     first = static_cast<unsigned>(span.first_token + first_token);
-    own = static_cast<unsigned>(head - sequence * scan.dims.heads);
-    key_head = kKeyed ? own : own / static_cast<unsigned>(scan.dims.group);
+    const unsigned own = static_cast<unsigned>(head - sequence * scan.dims.heads);
+    const unsigned of_keys = kKeyed ? own : own / static_cast<unsigned>(scan.dims.group);
+    const int piece_column = L::kTerms == 1 ? 8 * Piece() : Piece() / 2 * 16 + Piece() % 2 * 4;
+    const auto place = [&](unsigned head) { return head * kUnit + (kFilled ? piece_column : 0); };
+    in_heads = place(own), in_keys = place(of_keys);
     return true;
   }
 
@@ -1184,6 +1187,7 @@ class ScanBlock {
   __device__ bool OnState() const { return warpgroup < L::kPanels; }
 
  private:
+  static constexpr int kUnit = kFilled ? N : 1;  // elements, or heads
   using Accumulators = StateAccumulator<N>;
   using State = typename Accumulators::State;
   static constexpr int kFloatPiece = 8;
@@ -1202,17 +1206,17 @@ class ScanBlock {
   static __device__ bool Has(int panel, int size) {
     return kFilled || kPanelCols * panel + 8 * Piece() < size;
   }
-  // The number of a token of this head in [B, T, H], and of its keys in [B, T, key heads].
-  __device__ int64_t OfHead(int token) const { return NumberOf(token, scan.dims.heads, own); }
-  __device__ int64_t OfKeys(int token) const {
-    return kKeyed ? OfHead(token) : NumberOf(token, scan.dims.key_heads, key_head);
+  // Where this thread's piece of a token lies in arrays of heads and of keys, counted in what kUnit says.
+  __device__ int64_t InHeads(int token) const { return At(token, scan.dims.heads, in_heads); }
+  __device__ int64_t InKeys(int token) const {
+    return kKeyed ? InHeads(token) : At(token, scan.dims.key_heads, in_keys);
   }
-  __device__ int64_t NumberOf(int token, int64_t heads, unsigned head) const {
-    return static_cast<int64_t>(first + token) * static_cast<unsigned>(heads) + head;
+  __device__ int64_t At(int token, int64_t heads, unsigned in_token) const {
+    return static_cast<int64_t>(first + token) * static_cast<unsigned>(heads * kUnit) + in_token;
   }
-  // The element of this thread's piece in a head of `size` channels, from that number.
-  static __device__ int64_t ElementOf(int64_t number, int size) {
-    return number * size + (L::kTerms == 1 ? 8 * Piece() : Piece() / 2 * 16 + Piece() % 2 * 4);
+  // The element that lies there, of heads of `size` channels.
+  static __device__ int64_t ElementOf(int64_t at, int size) {
+    return kFilled ? at : at * size + 8 * Piece();
   }
   __device__ bool StartsChunk(int tile) const {
     return kReverse ? tile == 0 || TimeOf(tile) % 4 == 3 : tile % 4 == 0;
@@ -1277,8 +1281,8 @@ class ScanBlock {
   }
   __device__ void LoadParameters() const {
     const int stride = static_cast<int>(scan.dims.heads * N);
-    const float* const from =
-        scan.parameters + sequence * Wkv7KeysCall::kParameters * stride + own * N;
+    const float* const from = scan.parameters + sequence * Wkv7KeysCall::kParameters * stride +
+                              (head - sequence * scan.dims.heads) * N;
     for (int i = threadIdx.x; i < 3 * N; i += L::kThreads)
       Parameters()[i] = from[static_cast<int64_t>(i / N) * stride + i % N];
   }
@@ -1286,22 +1290,22 @@ class ScanBlock {
   __device__ bool IsPresent(int token, uint32_t word) const {
     return token < tokens && (word >> (kTileTokens + token % kTileTokens) & 1) == 0;
   }
-  // Calls fn(panel, copy) for the panels of a tile, where copy(to, low, x, number, size) copies the piece of this thread
-  // from the head with this number in an array with heads of `size` channels. Of floats it copies two pieces, which lie
-  // kFloatPiece elements apart, to where two terms lie, `low` bytes apart.
+  // Calls fn(panel, copy) for the panels of a tile, where copy(to, low, x, at, size) copies the piece of this thread
+  // that lies at `at` in an array with heads of `size` channels. Of floats it copies two pieces, which lie kFloatPiece
+  // elements apart, to where two terms lie, `low` bytes apart.
   template <typename Fn>
   __device__ void ForPanelsOf(int tile, uint32_t word, Fn&& fn) const {
     const int token = TokenOf(tile);
     const bool present = IsPresent(token, word);
 #pragma unroll
     for (int panel = 0; panel < L::kPanels; ++panel)
-      fn(panel, [&](uint32_t to, int low, const void* x, int64_t number, int size) {
+      fn(panel, [&](uint32_t to, int low, const void* x, int64_t at, int size) {
 #pragma unroll
         for (int i = 0; i < L::kTerms; ++i)
-          CopyAsync(to + copy_to + i * low,
-                    static_cast<const T*>(x) + ElementOf(number, size) + kPanelCols * panel +
-                        i * kFloatPiece,
-                    present && Has(panel, size));
+          CopyAsync(
+              to + copy_to + i * low,
+              static_cast<const T*>(x) + ElementOf(at, size) + kPanelCols * panel + i * kFloatPiece,
+              present && Has(panel, size));
       });
   }
   __device__ __forceinline__ void CopyOperands(int tile, uint32_t word) const {
@@ -1309,18 +1313,19 @@ class ScanBlock {
     const int token = TokenOf(tile);
     ForPanelsOf(tile, word, [&](int panel, auto copy) {
       const auto keys = [&](int at, const void* x) {
-        copy(to + at, L::kTermBytes, x, OfKeys(token), KeySize());
+        copy(to + at, L::kTermBytes, x, InKeys(token), KeySize());
       };
       if constexpr (!kKeyed || kReverse) keys(L::kA + panel * L::kReadStride, scan.a);
       if constexpr (kOutput) keys(L::kR + panel * L::kReadStride, scan.r);
       if constexpr (!L::kDelta) keys(L::kB + panel * L::kPanelBytes, scan.b);
       if constexpr (!L::kJoined) keys(L::kK + panel * L::kPanelBytes, scan.k);
-      copy(to + L::kV + panel * L::kPanelBytes, L::kTermBytes, scan.v, OfHead(token), ValueSize());
+      copy(to + L::kV + panel * L::kPanelBytes, L::kTermBytes, scan.v, InHeads(token), ValueSize());
     });
     if constexpr (L::kFloatBytes > 0) {
       // In float [B, T, H].
       const auto copy_float = [&](float* to, const void* from) {
-        CopyWordAsync(SharedAddress(to + copy_row), static_cast<const float*>(from) + OfHead(token),
+        CopyWordAsync(SharedAddress(to + copy_row),
+                      static_cast<const float*>(from) + InHeads(token) / kUnit,
                       IsPresent(token, word));
       };
       if (Piece() == 0) {
@@ -1338,7 +1343,7 @@ class ScanBlock {
     if constexpr (!L::kHeadDecay)
       ForPanelsOf(tile, 0, [&](int panel, auto copy) {
         copy(RawDecaysOf(tile) + panel * L::kPanelBytes, L::kPanelsBytes, scan.w,
-             L::kDelta ? OfHead(TokenOf(tile)) : OfKeys(TokenOf(tile)), KeySize());
+             L::kDelta ? InHeads(TokenOf(tile)) : InKeys(TokenOf(tile)), KeySize());
       });
     CopyBarrierOf(tile).ArriveAfterCopies();
   }
@@ -1471,7 +1476,7 @@ class ScanBlock {
       for (int i = 0; i < L::kTerms; ++i)
         if (token < tokens && Has(panel, ValueSize()))
           *reinterpret_cast<uint4*>(static_cast<T*>(scan.y) +
-                                    ElementOf(OfHead(token), ValueSize()) + kPanelCols * panel +
+                                    ElementOf(InHeads(token), ValueSize()) + kPanelCols * panel +
                                     i * kFloatPiece) =
               *reinterpret_cast<const uint4*>(memory + (y - shared) + panel * L::kPanelBytes +
                                               i * L::kPanelsBytes + copy_to);
@@ -1509,7 +1514,7 @@ class ScanBlock {
   int64_t first_chunk, first_token;  // of the split in its sequence
   int tokens, tiles;                 // of the split
   unsigned first;                    // the number of the first token in [B, T]
-  unsigned own, key_head;            // h, and the head of its keys
+  unsigned in_heads, in_keys;        // where this thread's piece lies in a token
   int copy_row;                      // of this thread's piece in a tile
   uint32_t copy_to;                  // its address in a panel
   uint32_t next_word;                // marks of the tile that is copied next
