@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from rwkv_jax import evaluation
-from rwkv_jax.models import rwkv5, rwkv6
+from rwkv_jax.evaluation._scores import _read
+from rwkv_jax.models import rwkv4, rwkv5, rwkv6, rwkv7
 from support.models import VOCABULARY, formulas, parameters
+from support.tolerance import EXACT_FLOAT32, rms_error
 
 CONTEXT = 11
 OPTIONS: Any = {"context": CONTEXT, "batch": 3, "chunk_size": 4, "kernels": "reference"}
@@ -41,6 +43,61 @@ def test_as_in_numpy() -> None:
         np.testing.assert_allclose(found.losses, correct.losses, rtol=1e-5)
         assert found.tokens == 36
         assert seen == [12, 12, 9, 3]
+
+
+def log_probs_of(module: ModuleType, params: Any, tokens: np.ndarray) -> evaluation.Score:
+    """By the published formulas, in float64."""
+    (logits,) = formulas(module, params, [tokens[:-1]])
+    chosen = np.take_along_axis(logits, tokens[1:, None], axis=1)[:, 0]
+    log_probs = chosen - np.log(np.exp(logits).sum(1))
+    return evaluation.Score(log_probs, logits.argmax(1) == tokens[1:])
+
+
+LENGTHS = (2, 9, 30, 3, 17, 5, 12, 2, 8)
+PIECES: Any = {"batch": 3, "chunk_size": 8}
+
+
+@pytest.mark.parametrize("module", [rwkv7, rwkv6, rwkv5, rwkv4], ids=lambda x: x.__name__[-5:])
+def test_scores(module: ModuleType) -> None:
+    """Documents that share rows and pieces, and those that begin or end with a piece. Some tokens
+    are the likeliest ones. There is one program."""
+    params, rng = parameters(module), np.random.default_rng(2)
+    documents = [rng.integers(0, VOCABULARY, n) for n in LENGTHS]
+    for document in documents:
+        document[-1] = formulas(module, params, [document[:-1]])[0][-1].argmax()
+    read: Any = _read
+    seen, programs = list[int](), read._cache_size()
+    found = evaluation.score(module, params, documents, progress=seen.append, **PIECES)
+    assert read._cache_size() == programs + 1
+    for document, score in zip(documents, found, strict=True):
+        expected = log_probs_of(module, params, document)
+        assert rms_error(score.log_probs, expected.log_probs) < EXACT_FLOAT32
+        np.testing.assert_array_equal(score.greedy, expected.greedy)
+        assert score.greedy[-1]
+    assert sum(seen) == sum(LENGTHS) - len(LENGTHS)
+    assert max(seen) == 24
+    assert evaluation.score(module, params, []) == []
+
+
+def test_scores_from_a_state() -> None:
+    """As of the documents that begin with the tokens that made it. It is still there afterwards."""
+    params, rng = parameters(rwkv7), np.random.default_rng(3)
+    documents = [rng.integers(0, VOCABULARY, n) for n in LENGTHS]
+    _, state = rwkv7.apply(params, np.array([[3, 1]]))
+    whole = evaluation.score(rwkv7, params, [np.append([3, 1], x) for x in documents], **PIECES)
+    for form in (rwkv7.unstacked, rwkv7.stacked):
+        found = evaluation.score(rwkv7, form(params), documents, state=form(state), **PIECES)
+        for score, expected in zip(found, whole, strict=True):
+            np.testing.assert_allclose(score.log_probs, expected.log_probs[2:], rtol=2e-6)
+            np.testing.assert_array_equal(score.greedy, expected.greedy[2:])
+
+
+def test_scores_that_are_not_finite() -> None:
+    params = parameters(rwkv5)
+    wrong = params._replace(emb=rwkv5.Weight(params.emb.weight.at[7].set(jnp.nan)))
+    documents = [[1] * 20, [1, 2, 7, 3], [1] * 20]
+    with pytest.raises(FloatingPointError, match=r"document 1: .* NaN or infinite after 3 tokens"):
+        evaluation.score(rwkv5, wrong, documents, **PIECES)
 
 
 def test_losses_that_are_not_finite() -> None:
@@ -84,3 +141,20 @@ def test_figures() -> None:
 def test_wrong_arguments(tokens: Any, options: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         evaluation.evaluate(rwkv5, parameters(rwkv5), np.asarray(tokens), **options)
+
+
+@pytest.mark.parametrize(
+    ("documents", "options", "message"),
+    [
+        ([[1, 2], []], {}, r"document 1: tokens is float64 \[0\]; accepted are integers \[T\]"),
+        ([[1, 2], [3]], {}, r"document 1: tokens is int64 \[1\]; .* T of at least 2"),
+        ([[1, 61]], {}, "score: document 0: tokens are from 1 to 61; accepted are 0 to 60"),
+        ([[1, 2]], {"batch": 0}, "score: batch is 0; accepted is an integer from 1 on"),
+        ([[1, 2]], {"chunk_size": 2.5}, "score: chunk_size is 2.5; accepted is an integer"),
+        ([[1, 2]], {"state": ()}, "score: state is not one of this model with one row"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked_types")
+def test_documents_that_are_refused(documents: Any, options: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        evaluation.score(rwkv5, parameters(rwkv5), documents, **options)

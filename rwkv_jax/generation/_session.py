@@ -109,7 +109,7 @@ def own(model: Model, params: Any, batch: int, session: Session | None, state: A
         if state is None:
             return new
         initial_state_of("generate", model, params, state)
-        return new._replace(state=_repeated(state, batch))
+        return new._replace(state=repeated(state, batch))
     expected = jax.eval_shape(functools.partial(started, model, batch=batch), params)
     if wrong := list(differences(names(expected), names(session))):
         raise ValueError(
@@ -132,7 +132,7 @@ def initial_state_of(what: str, model: Model, params: Any, state: Any) -> Any:
 
 
 @functools.partial(jax.jit, static_argnames="batch")
-def _repeated(state: Any, batch: int) -> Any:
+def repeated(state: Any, batch: int) -> Any:
     return jax.tree_util.tree_map_with_path(
         lambda path, x: jnp.repeat(x, batch, axis=block_axes(path)), state
     )

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Bool, Float, Float32, Integer
+from jaxtyping import Bool, Float, Float32, Int32, Integer
 
 from rwkv_jax._operator.dispatch import Computation, Pass, run
 from rwkv_jax._operator.partition import Shards, match_shardings
@@ -45,6 +45,18 @@ def losses(options: Options, axis: Axis, operands: Operands) -> Float32[Array, "
     """The loss of each token, 0 where it does not count."""
     operands = _prepared(axis, operands)
     return _over_devices(axis, _of_tokens(options, axis, operands))
+
+
+def predictions(
+    operands: Operands,
+) -> tuple[Float32[Array, "*shape"], Int32[Array, "*shape"]]:
+    """The loss of each token, 0 where it does not count, and the token with the largest logit, of
+    several the first. There are no derivatives."""
+    # With this term, which is none of the loss, the place of the largest logit is computed.
+    options = Options(l2_wrap=1.0)
+    operands = _prepared(None, operands)
+    found, statistics = run(_Loss("losses", None), "forward", options, operands)
+    return found, statistics.largest_at
 
 
 def total(

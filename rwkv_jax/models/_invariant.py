@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int
 
@@ -17,7 +16,7 @@ from rwkv_jax._operator import check
 from rwkv_jax._typing import Operand
 from rwkv_jax.models import _arguments, _linear, _mesh
 from rwkv_jax.models._model import Generation
-from rwkv_jax.models._stacking import block_axes
+from rwkv_jax.models._stacking import block_axes, select_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +116,7 @@ class Invariant:
                 id = lax.dynamic_index_in_dim(ids_here, t, 1, keepdims=False)
                 # Also where no document can start, since all programs are to have the same body.
                 starts = (id != 0) & (last != 0) & (id != last)
-                state = _chosen(starts, nothing, state)
+                state = select_rows(starts, nothing, state)
                 x, state = self.module.hidden_states(
                     *(params, lax.dynamic_index_in_dim(tokens_here, t, 1, keepdims=False), state),
                     segment_ids=id,
@@ -212,14 +211,3 @@ def of_module(what: str, module: Any) -> Generation:
 def _unknown(*numbers: int) -> tuple[Array, ...]:
     """Numbers that the compiler does not know, so that it takes no loop apart because of them."""
     return lax.optimization_barrier(tuple(map(jnp.int32, numbers)))
-
-
-def _chosen(rows: Array, x: Any, y: Any) -> Any:
-    """The arrays of one state in some rows, and of another one in all others."""
-
-    def chosen(path: KeyPath, x: Array, y: Array) -> Array:
-        shape = [1] * x.ndim
-        shape[block_axes(path)] = len(rows)
-        return jnp.where(rows.reshape(shape), x, y)
-
-    return jax.tree_util.tree_map_with_path(chosen, x, y)

@@ -5,7 +5,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.tree_util import GetAttrKey, KeyPath
+from jaxtyping import Bool
 
 
 class Stacked(NamedTuple):
@@ -46,3 +48,14 @@ def block_axes(path: KeyPath) -> int:
     """How many axes of blocks the array at `path` has before its own, 0 or 1. In a state its own
     begin with that of rows."""
     return 1 if is_stacked(path) else 0
+
+
+def select_rows(rows: Bool[Array, " B"], x: Any, y: Any) -> Any:
+    """The arrays of one state in some rows, and of another one in all others."""
+
+    def selected(path: KeyPath, x: Array, y: Array) -> Array:
+        shape = [1] * x.ndim
+        shape[block_axes(path)] = len(rows)
+        return jnp.where(rows.reshape(shape), x, y)
+
+    return jax.tree_util.tree_map_with_path(selected, x, y)

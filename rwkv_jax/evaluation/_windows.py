@@ -1,4 +1,4 @@
-"""How well a language model predicts a text."""
+"""The losses of a model on a text, which is cut into windows."""
 
 import functools
 import math
@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from rwkv_jax._operator import check
+from rwkv_jax.evaluation._pieces import check_sizes, checked, one_behind
 from rwkv_jax.losses import cross_entropy
 from rwkv_jax.models import _not_finite
 from rwkv_jax.models._invariant import of_module
@@ -117,20 +117,8 @@ def evaluate(
       FloatingPointError: a loss is NaN or infinite.
     """
     params, kernels = of_module("evaluate", module).checked(params), chosen("evaluate", kernels)
-    tokens = np.asarray(tokens)
-    for name, size in {"context": context, "batch": batch, "chunk_size": chunk_size}.items():
-        check.number("evaluate", name, size, 1)
-    if tokens.ndim != 1 or len(tokens) < 2 or tokens.dtype.kind not in "iu":
-        raise ValueError(
-            f"evaluate: tokens is {tokens.dtype} {list(tokens.shape)}; accepted are integers [T] "
-            "with T of at least 2"
-        )
-    vocabulary = len(params.head.weight)
-    if not 0 <= tokens.min() <= tokens.max() < vocabulary:
-        raise ValueError(
-            f"evaluate: tokens are from {tokens.min()} to {tokens.max()}; accepted are 0 to "
-            f"{vocabulary - 1}"
-        )
+    check_sizes("evaluate", context=context, batch=batch, chunk_size=chunk_size)
+    tokens = checked("evaluate", tokens, len(params.head.weight))
     context = min(context, len(tokens) - 1)
     batch = min(batch, math.ceil((len(tokens) - 1) / context))
     losses, counts = np.zeros(context), np.zeros(context, np.int64)
@@ -145,14 +133,9 @@ def evaluate(
             )
         progress(int(mask.sum()))
 
-    # The host takes the losses of a part while a device computes those of the next one.
-    before = None
-    for each in _parts(module, params, tokens, context, batch, chunk_size, dtype, kernels):
-        if before is not None:
-            take(*before)
-        before = each
-    assert before is not None
-    take(*before)
+    parts = _parts(module, params, tokens, context, batch, chunk_size, dtype, kernels)
+    for part in one_behind(parts):
+        take(*part)
     return Evaluation(losses, counts)
 
 
