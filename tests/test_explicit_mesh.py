@@ -144,8 +144,11 @@ def test_generation(module: Any, set_mesh: bool, params: rwkv7.Params, mesh: Mes
     """Also that states keep their types from step to step."""
     prompts = [[1, 2, 3], [4]]
     with jax.set_mesh(mesh) if set_mesh else contextlib.nullcontext():
-        found = generation.generate(module, placed(rwkv7, params, mesh, "model"), prompts, 5)
-    assert found.tokens == generation.generate(module, params, prompts, 5).tokens
+        on_mesh = placed(rwkv7, params, mesh, "model")
+        found = generation.generate(module, on_mesh, prompts, 5, logprobs=2)
+    expected = generation.generate(module, params, prompts, 5, logprobs=2)
+    assert found.tokens == expected.tokens
+    assert_trees_close(found.logprobs, expected.logprobs, 1e-4)
 
 
 def test_a_pool_says_what_it_takes(params: rwkv7.Params, mesh: Mesh) -> None:

@@ -98,6 +98,37 @@ def test_rows_start_from_a_state(form: Any, params: rwkv7.Params) -> None:
         assert_trees_close(found.logits, whole.logits, EXACT_FLOAT32)
 
 
+@pytest.mark.parametrize("number", [3, 0, VOCABULARY])
+def test_log_probabilities(number: int, params: rwkv7.Params) -> None:
+    """Of each token, also where one stops a row, before penalties and other settings. A stream
+    gives the same, and the tokens are those of a call without."""
+    stop = generate(params).tokens[2][4]
+    expected, found = (generate(params, stop_tokens=[stop], logprobs=x) for x in (None, number))
+    assert (found.tokens, expected.logprobs) == (expected.tokens, None)
+    stream = TokenStream(
+        *(rwkv7, params, PROMPTS, LENGTH),
+        sampling=MIXED,
+        prefill_chunks=PIECES,
+        stop_tokens=[stop],
+        logprobs=number,
+    )
+    text = TextStream(stream, tokenizers.load("bytes"))
+    list(text)
+    assert found.logprobs == text.logprobs
+    assert found.logprobs is not None
+    rows = [prompt + new for prompt, new in zip(PROMPTS, found.tokens, strict=True)]
+    for prompt, row, logits, given in zip(
+        PROMPTS, rows, formulas(rwkv7, params, rows), found.logprobs, strict=True
+    ):
+        assert len(given) == len(row) - len(prompt)
+        for i, said in enumerate(given, len(prompt)):
+            log_probs = logits[i - 1] - np.log(np.exp(logits[i - 1]).sum())
+            likeliest = np.argsort(-log_probs)[:number]
+            assert list(said.likeliest) == likeliest.tolist()
+            right = log_probs[[row[i], *likeliest]]
+            np.testing.assert_allclose([said.chosen, *said.likeliest.values()], right, rtol=1e-4)
+
+
 def test_lengths_of_prefill_chunks() -> None:
     tokens = (0, 1, 16, 33, 64, 65, 129, 600, 1000)
     chunks = [[], [16], [16], [64], [64], [64, 16], [256], [256, 256, 64, 16, 16], [256] * 4]
@@ -215,8 +246,13 @@ def test_stacked_parameters_on_a_mesh(params: rwkv7.Params, cpus: list[Any]) -> 
     # One prefill chunk, because another one would go on from placed states, and be compiled for
     # them.
     prompts = [prompt[:4] for prompt in PROMPTS]
-    found, expected = (generate(x, prompts=prompts) for x in (placed, params))
+    found, expected = (generate(x, prompts=prompts, logprobs=2) for x in (placed, params))
     assert found.tokens == expected.tokens
+    assert found.logprobs
+    assert expected.logprobs
+    for row, right in zip(found.logprobs, expected.logprobs, strict=True):
+        assert [list(x.likeliest) for x in row] == [list(x.likeliest) for x in right]
+        np.testing.assert_allclose([x.chosen for x in row], [x.chosen for x in right], rtol=1e-5)
     session = found.session._replace(state=rwkv7.unstacked(found.session.state))
     assert_trees_close(session.state, expected.session.state, EXACT_FLOAT32)
     with pytest.raises(ValueError, match=r"state\.first\.att\.shift is missing"):
@@ -430,6 +466,8 @@ WRONG = [
     ({"max_new_tokens": 2**31}, ValueError, "2147483648; accepted is an integer from 0 to 21474"),
     ({"max_new_tokens": 2**31 - 11}, ValueError, "row 5 would have 2147483648 tokens"),
     ({"max_new_tokens": 2.5}, TypeError, "max_new_tokens is 2.5; accepted is an integer from 0"),
+    ({"logprobs": -1}, ValueError, "logprobs is -1; accepted is an integer from 0 to 61"),
+    ({"logprobs": 62}, ValueError, "logprobs is 62; accepted is an integer from 0 to 61"),
     ({"prefill_chunks": ()}, ValueError, "prefill_chunks is ()"),
     ({"prefill_chunks": (0, 4)}, ValueError, "a length of prefill_chunks is 0; accepted is an int"),
     ({"prefill_chunks": [1.5]}, TypeError, "a length of prefill_chunks is 1.5; accepted is an int"),

@@ -11,6 +11,7 @@ prompts for each length of chunks, and one that samples and reads tokens of each
 
 from rwkv_jax.generation._files import load as load
 from rwkv_jax.generation._files import save as save
+from rwkv_jax.generation._log_probs import LogProbs as LogProbs
 from rwkv_jax.generation._prefill import PREFILL_CHUNKS as PREFILL_CHUNKS
 from rwkv_jax.generation._sampling import Sampling as Sampling
 from rwkv_jax.generation._session import Session as Session

@@ -10,6 +10,8 @@ from jax import Array, lax
 from jaxtyping import Bool, Int32
 
 from rwkv_jax._typing import Operand
+from rwkv_jax.generation import _log_probs
+from rwkv_jax.generation._log_probs import Steps
 from rwkv_jax.generation._sampling import Settings, counted, sample
 from rwkv_jax.generation._session import Model, Session
 from rwkv_jax.models._deferral import at_step, flush
@@ -29,7 +31,9 @@ class Controls(NamedTuple):
     stops: Bool[Operand, "B vocabulary"]
 
 
-@functools.partial(jax.jit, static_argnames=("model", "defers"), donate_argnames="session")
+@functools.partial(
+    jax.jit, static_argnames=("model", "defers", "logprobs"), donate_argnames="session"
+)
 def decode(
     model: Model,
     params: Any,
@@ -39,10 +43,12 @@ def decode(
     steps: Int32[Array, ""] | np.int32,
     min_active_rows: Int32[Array, ""] | np.int32,
     defers: bool,
-) -> tuple[Session, Int32[Array, "steps B"], Int32[Array, ""]]:
-    """The session after up to `left` more tokens of each row, the tokens, and how many steps they
-    took. In place of a token a row may have `NO_TOKEN`, or `NO_DISTRIBUTION` as `sample` gives it,
-    which also ends the row.
+    logprobs: int | None = None,
+) -> tuple[Session, Int32[Array, "steps B"], Int32[Array, ""], Steps | None]:
+    """The session after up to `left` more tokens of each row, the tokens, how many steps they
+    took, and the log probabilities of the tokens and of the `logprobs` likeliest ones, if it is
+    not None. In place of a token a row may have `NO_TOKEN`, or `NO_DISTRIBUTION` as `sample` gives
+    it, which also ends the row.
 
     A call ends after `steps` steps, which are at most `MOST_STEPS`, or when fewer than
     `min_active_rows` rows have tokens left. Both are data, so that there is one program, and a
@@ -53,24 +59,30 @@ def decode(
     def is_enough(left: Array, count: Array) -> Array:
         return (count >= steps) | (jnp.sum(left > 0) < jnp.maximum(min_active_rows, 1))
 
-    def goes_on(carry: tuple[Session, Array, Array, Array]) -> Array:
-        _, left, _, count = carry
+    def goes_on(carry: tuple[Session, Array, Array, Array, Any]) -> Array:
+        _, left, _, count, _ = carry
         return ~is_enough(left, count)
 
-    def body(carry: tuple[Session, Array, Array, Array]) -> tuple[Session, Array, Array, Array]:
-        session, left, tokens, count = carry
+    def body(
+        carry: tuple[Session, Array, Array, Array, Any],
+    ) -> tuple[Session, Array, Array, Array, Any]:
+        session, left, tokens, count, found = carry
         sampled = _sampled(session, controls, left > 0)
+        if logprobs is not None:
+            here = _log_probs.step(session.logits, sampled, logprobs)
+            found = jax.tree.map(lambda x, new: x.at[count].set(new), found, here)
         left = jnp.where(sampled >= 0, left - 1, 0)
         state = at_step(session.state, count, is_enough(left, count + 1))
         session = _read(model, params, session._replace(state=state), controls, sampled)
-        return session, left, tokens.at[count].set(sampled), count + 1
+        return session, left, tokens.at[count].set(sampled), count + 1, found
 
     if defers:
         session = session._replace(state=model.deferred(params, session.state))
     tokens = jnp.full((MOST_STEPS, len(left)), NO_TOKEN, jnp.int32)
-    carry = session, jnp.asarray(left), tokens, jnp.int32(0)
-    session, _, tokens, count = lax.while_loop(goes_on, body, carry)
-    return session._replace(state=flush(session.state)), tokens, count
+    found = None if logprobs is None else _log_probs.nothing(MOST_STEPS, len(left), logprobs)
+    carry = session, jnp.asarray(left), tokens, jnp.int32(0), found
+    session, _, tokens, count, found = lax.while_loop(goes_on, body, carry)
+    return session._replace(state=flush(session.state)), tokens, count, found
 
 
 def _sampled(session: Session, controls: Controls, active: Bool[Array, " B"]) -> Int32[Array, " B"]:

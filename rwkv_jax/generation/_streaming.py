@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from rwkv_jax._operator import check
 from rwkv_jax.generation import _decoding, _prefill, _session
+from rwkv_jax.generation._log_probs import LogProbs
 from rwkv_jax.generation._prefill import PREFILL_CHUNKS
 from rwkv_jax.generation._sampling import (
     NO_DISTRIBUTION,
@@ -61,9 +62,13 @@ class TokenStream(Iterator[list[int | None]]):
       dtype: the dtype of the activations, that of the session if there is one.
       kernels: as `hidden_states` takes it. Fused blocks read new tokens, but prompts only with an
         `Invariant`.
+      logprobs: None, or for how many of the most probable tokens of each step their log
+        probabilities are given beside that of the chosen one, from 0 to the size of the
+        vocabulary. For each number a program is compiled.
 
     Attributes:
       tokens: the tokens of each row so far.
+      logprobs: None, or a `LogProbs` for each of `tokens`.
       finish_reasons: why each row has ended, or None: "length", "stop token", "stopped" or
         "failed".
 
@@ -71,9 +76,9 @@ class TokenStream(Iterator[list[int | None]]):
       TypeError: tokens, seeds, lengths of chunks or `max_new_tokens` are no integers; or `sampling`
         is no `Sampling`; or `params` are not those of a model of `module`.
       ValueError: there is no prompt; or the first prompt of a row is empty; or tokens are not in
-        the vocabulary; or `max_new_tokens` is negative or too large; or the settings, the seeds or
-        the session are for another number of rows; or a length of a chunk is not positive; or the
-        session or the state is not one of this model.
+        the vocabulary; or `max_new_tokens` or `logprobs` is negative or too large; or the settings,
+        the seeds or the session are for another number of rows; or a length of a chunk is not
+        positive; or the session or the state is not one of this model.
     """
 
     def __init__(
@@ -91,6 +96,7 @@ class TokenStream(Iterator[list[int | None]]):
         prefill_chunks: Sequence[int] = PREFILL_CHUNKS,
         dtype: DTypeLike = jnp.float32,
         kernels: Kernels | str | None = None,
+        logprobs: int | None = None,
     ):
         params = of_module("generate", module).checked(params)
         model = Model(module, jnp.dtype(dtype), chosen("generate", kernels))
@@ -98,6 +104,8 @@ class TokenStream(Iterator[list[int | None]]):
         if batch == 0:
             raise ValueError("generate: there are no prompts; accepted is one for each row")
         check.number("generate", "max_new_tokens", max_new_tokens, 0, MOST_TOKENS)
+        if logprobs is not None:
+            check.number("generate", "logprobs", logprobs, 0, vocabulary)
         prefill_chunks = _prefill.check_chunks("generate", prefill_chunks)
         rows = [check_tokens("generate", "a prompt", prompt) for prompt in prompts]
         for row, prompt in enumerate(rows):
@@ -133,10 +141,13 @@ class TokenStream(Iterator[list[int | None]]):
         if seeds is not None:
             own = own._replace(seeds=jnp.asarray(seeds))
         self._model, self._params = model, params
-        self._left = max_new_tokens
+        self._left, self._number = max_new_tokens, logprobs
         self._active = np.full(batch, max_new_tokens > 0)
         self._session = _prefill.read(model, params, own, rows, prefill_chunks)
         self.tokens: list[list[int]] = [[] for _ in rows]
+        self.logprobs: list[list[LogProbs]] | None = (
+            None if logprobs is None else [[] for _ in rows]
+        )
         self.finish_reasons: list[Reason | None] = [
             None if max_new_tokens else "length" for _ in rows
         ]
@@ -167,15 +178,23 @@ class TokenStream(Iterator[list[int | None]]):
 
     def _decoded(self, steps: int) -> list[list[int | None]]:
         """What up to so many iterations give."""
-        self._session, tokens, count = _decoding.decode(
+        self._session, tokens, count, found = _decoding.decode(
             *(self._model, self._params, self._session, self._controls),
             np.where(self._active, np.int32(self._left), np.int32(0)),
             steps=np.int32(steps),
             min_active_rows=np.int32(1),
             defers=True,
+            logprobs=self._number,
         )
-        tokens, count = jax.device_get((tokens, count))
-        return [self._given(sampled) for sampled in tokens[: int(count)].tolist()]
+        tokens, count, found = jax.device_get((tokens, count, found))
+        given = []
+        for step, sampled in enumerate(tokens[: int(count)].tolist()):
+            given.append(self._given(sampled))
+            if self.logprobs is not None:
+                for row, token in enumerate(given[-1]):
+                    if token is not None:
+                        self.logprobs[row].append(found.of(step, row))
+        return given
 
     def _given(self, sampled: list[int]) -> list[int | None]:
         """What an iteration gives, after a step that sampled so."""
@@ -211,11 +230,13 @@ class Generated(NamedTuple):
       tokens: the new tokens of each row.
       finish_reasons: why each row has ended: "length" or "stop token".
       session: what another call needs to go on.
+      logprobs: None, or a `LogProbs` for each of `tokens`, where the call asked for them.
     """
 
     tokens: list[list[int]]
     finish_reasons: list[Reason | None]
     session: Session
+    logprobs: list[list[LogProbs]] | None = None
 
 
 def generate(
@@ -232,6 +253,7 @@ def generate(
     prefill_chunks: Sequence[int] = PREFILL_CHUNKS,
     dtype: DTypeLike = jnp.float32,
     kernels: Kernels | str | None = None,
+    logprobs: int | None = None,
 ) -> Generated:
     """The tokens that continue prompts, up to `max_new_tokens` of each row.
 
@@ -252,6 +274,7 @@ def generate(
         prefill_chunks=prefill_chunks,
         dtype=dtype,
         kernels=kernels,
+        logprobs=logprobs,
     )
     stream.run()
-    return Generated(stream.tokens, stream.finish_reasons, stream.session)
+    return Generated(stream.tokens, stream.finish_reasons, stream.session, stream.logprobs)

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, TypeAlias
 
 from rwkv_jax import tokenizers
+from rwkv_jax.generation._log_probs import LogProbs
 from rwkv_jax.generation._session import Session
 from rwkv_jax.generation._streaming import Reason, TokenStream
 
@@ -100,6 +101,11 @@ class TextStream(Iterator[list[str]]):
         """What each row has read beyond its text: the stop string, and what else its last token
         has."""
         return [row.rest for row in self._rows]
+
+    @property
+    def logprobs(self) -> list[list[LogProbs]] | None:
+        """The log probabilities of the tokens so far, as in `TokenStream`."""
+        return self._stream.logprobs
 
     @property
     def session(self) -> Session:

@@ -141,7 +141,7 @@ def decode(
 
     No update is deferred: when a state is updated would depend on the other requests, and so
     would the rounding of logits."""
-    session, tokens, count = _decoding.decode(
+    session, tokens, count, _ = _decoding.decode(
         *(model, params, slots.session, slots.controls, left, steps, min_active_rows),
         defers=False,
     )
