@@ -37,6 +37,7 @@ pytest_plugins = ["support.commands", "support.emulation", "support.scripts"]
 PLATFORM = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
 NATIVE = rwkv_jax.build_info()["missing"].get(PLATFORM, "no such kernels") is None
 LIBTPU = importlib.util.find_spec("libtpu") is not None
+LM_EVAL = importlib.util.find_spec("lm_eval") is not None
 OFFICIAL, PEERS = (
     all(importlib.util.find_spec(name) is not None for name in ("torch", package))
     for package in ("rwkv", "transformers")
@@ -46,6 +47,7 @@ collect_ignore = [
     for file, there in {
         "test_ffi.py": NATIVE,
         "test_gpu.py": NATIVE and PLATFORM == "cuda",
+        "test_lm_eval.py": LM_EVAL,
         "test_official.py": OFFICIAL,
         "test_peers.py": PEERS,
         "test_tpu.py": LIBTPU,
@@ -76,9 +78,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """RWKV_JAX_REQUIRE=cpu,cuda,official,peers,libtpu: native kernels, the official models, those
-    of `transformers`, and the compiler for TPUs, that have to be there, so that nothing is left
-    out unnoticed on a machine that is known to have them."""
+    """RWKV_JAX_REQUIRE=cpu,cuda,official,peers,libtpu,lm-eval: native kernels, the official models,
+    those of `transformers`, the compiler for TPUs, and lm-evaluation-harness, that have to be
+    there, so that nothing is left out unnoticed on a machine that is known to have them."""
     if limits := session.config.getoption("--limit-gpus"):
         from support import internals
         from support.cases import GPUS
@@ -89,6 +91,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         "official": None if OFFICIAL else "torch or rwkv is not installed",
         "peers": None if PEERS else "torch or transformers is not installed",
         "libtpu": None if LIBTPU else "libtpu is not installed",
+        "lm-eval": None if LM_EVAL else "lm-eval is not installed",
     }
     for required in filter(None, os.environ.get("RWKV_JAX_REQUIRE", "").split(",")):
         reason = missing[required]

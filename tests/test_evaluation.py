@@ -11,7 +11,7 @@ import pytest
 from rwkv_jax import evaluation
 from rwkv_jax.evaluation._scores import _read
 from rwkv_jax.models import rwkv4, rwkv5, rwkv6, rwkv7
-from support.models import VOCABULARY, formulas, parameters
+from support.models import VOCABULARY, formulas, parameters, predicted
 from support.tolerance import EXACT_FLOAT32, rms_error
 
 CONTEXT = 11
@@ -45,14 +45,6 @@ def test_as_in_numpy() -> None:
         assert seen == [12, 12, 9, 3]
 
 
-def log_probs_of(module: ModuleType, params: Any, tokens: np.ndarray) -> evaluation.Score:
-    """By the published formulas, in float64."""
-    (logits,) = formulas(module, params, [tokens[:-1]])
-    chosen = np.take_along_axis(logits, tokens[1:, None], axis=1)[:, 0]
-    log_probs = chosen - np.log(np.exp(logits).sum(1))
-    return evaluation.Score(log_probs, logits.argmax(1) == tokens[1:])
-
-
 LENGTHS = (2, 9, 30, 3, 17, 5, 12, 2, 8)
 PIECES: Any = {"batch": 3, "chunk_size": 8}
 
@@ -70,9 +62,9 @@ def test_scores(module: ModuleType) -> None:
     found = evaluation.score(module, params, documents, progress=seen.append, **PIECES)
     assert read._cache_size() == programs + 1
     for document, score in zip(documents, found, strict=True):
-        expected = log_probs_of(module, params, document)
-        assert rms_error(score.log_probs, expected.log_probs) < EXACT_FLOAT32
-        np.testing.assert_array_equal(score.greedy, expected.greedy)
+        log_probs, greedy = predicted(module, params, document)
+        assert rms_error(score.log_probs, log_probs) < EXACT_FLOAT32
+        np.testing.assert_array_equal(score.greedy, greedy)
         assert score.greedy[-1]
     assert sum(seen) == sum(LENGTHS) - len(LENGTHS)
     assert max(seen) == 24
@@ -84,6 +76,10 @@ def test_scores_from_a_state() -> None:
     params, rng = parameters(rwkv7), np.random.default_rng(3)
     documents = [rng.integers(0, VOCABULARY, n) for n in LENGTHS]
     _, state = rwkv7.apply(params, np.array([[3, 1]]))
+    text = evaluation.evaluate(rwkv7, params, documents[2], state=state, **OPTIONS)
+    windows = [np.append([3, 1], documents[2][i:][:12]) for i in range(0, 29, CONTEXT)]
+    scores = evaluation.score(rwkv7, params, windows)
+    assert text.loss == pytest.approx(-sum(x.log_probs[2:].sum() for x in scores) / 29)
     whole = evaluation.score(rwkv7, params, [np.append([3, 1], x) for x in documents], **PIECES)
     for form in (rwkv7.unstacked, rwkv7.stacked):
         found = evaluation.score(rwkv7, form(params), documents, state=form(state), **PIECES)

@@ -62,3 +62,14 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
+
+
+def natural(text: str) -> int:
+    """The integer from 0 to 2^31 - 1 in an argument.
+
+    Raises:
+      ArgumentTypeError: there is none.
+    """
+    if not text.isdecimal() or int(text) >= 2**31:
+        raise argparse.ArgumentTypeError(f"{text!r} is no integer from 0 to 2^31 - 1")
+    return int(text)

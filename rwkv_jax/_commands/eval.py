@@ -1,148 +1,96 @@
-"""`rwkv-jax eval`: how well a model predicts a text."""
+"""`rwkv-jax eval`: how good a model is, on a text or on tasks."""
 
 import argparse
-import json
-import math
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-from rwkv_jax._commands.arguments import add_dtype, add_model, add_tokenizer, positive, tokenizer_of
-from rwkv_jax._commands.output import check_target, table
+from rwkv_jax._commands import eval_tasks, eval_text
+from rwkv_jax._commands.arguments import (
+    add_dtype,
+    add_initial_state,
+    add_model,
+    add_tokenizer,
+    natural,
+    positive,
+)
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from rwkv_jax.evaluation import Evaluation
-
-HELP = "Measure how well a model predicts a text: bits per byte, loss and perplexity."
+HELP = "Measure how good a model is: on a text, on LAMBADA, with passkeys or on tasks of lm-eval."
 EXAMPLES = (
     "eval model.pth --text book.txt",
     "eval model.pth --text book.txt --context 16384 --batch 2 --dtype bfloat16 --plot loss.png",
     "eval rwkv-4.pth --text book.txt --tokenizer 20B_tokenizer.json --json",
+    "eval model.pth --lambada lambada_test.jsonl --dtype bfloat16",
+    "eval model.pth --passkey 4096 16384 65536 --samples 10",
+    "eval model.pth --tasks arc_easy,hellaswag --shots 5 --batch 32",
 )
+
+_OPTIONS = {
+    "text": ("context", "plot"),
+    "passkey": ("samples", "seed"),
+    "tasks": ("include_path", "shots", "limit"),
+}
+"""The options that only one way to evaluate has."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    parser.add_argument("--text", metavar="FILE", required=True, help="a text in UTF-8")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--text", metavar="FILE", help="a text in UTF-8: bits per byte and losses")
+    what.add_argument(
+        "--lambada",
+        metavar="FILE",
+        help='accuracy and perplexity of the last words of passages, {"text": ...} in each line',
+    )
+    what.add_argument(
+        "--passkey",
+        metavar="LENGTH",
+        type=positive,
+        nargs="+",
+        help="whether a number in a text of so many tokens is found again, at several depths",
+    )
+    what.add_argument(
+        "--tasks", metavar="NAMES", help="tasks of lm-evaluation-harness, with commas between them"
+    )
+    add_initial_state(parser)
     add_tokenizer(parser)
     parser.add_argument(
-        "--context",
-        type=positive,
-        default=4096,
-        help="tokens of a window; the model starts anew at each window (default: 4096)",
-    )
-    parser.add_argument(
-        "--batch", type=positive, default=8, help="windows that are read at once (default: 8)"
+        "--batch", type=positive, default=8, help="rows that are read at once (default: 8)"
     )
     add_dtype(parser, "dtype of weights and activations (default: float32)", "float32")
     parser.add_argument(
-        "--plot", metavar="FILE", help="write a picture of the loss by position to this file"
-    )
-    parser.add_argument(
         "--json",
         action="store_true",
-        help="print the results as a JSON object, where a perplexity that no float holds is null",
+        help="print the results as a JSON object, where a figure that no float holds is null",
     )
+    text = parser.add_argument_group("with --text")
+    text.add_argument(
+        "--context",
+        type=positive,
+        help="tokens of a window; the model starts anew at each window (default: 4096)",
+    )
+    text.add_argument(
+        "--plot", metavar="FILE", help="write a picture of the loss by position to this file"
+    )
+    passkey = parser.add_argument_group("with --passkey")
+    passkey.add_argument(
+        "--samples", type=positive, help="texts of each length and depth (default: 4)"
+    )
+    passkey.add_argument("--seed", type=natural, help="what the texts depend on (default: 0)")
+    tasks = parser.add_argument_group("with --tasks")
+    tasks.add_argument("--include-path", metavar="FOLDER", help="tasks of your own, in YAML files")
+    tasks.add_argument("--shots", type=natural, help="examples before each question")
+    tasks.add_argument("--limit", type=positive, help="so many questions of each task at most")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.plot is not None:
-        formats = _figure().canvas.get_supported_filetypes()
-        plot = Path(arguments.plot)
-        plot = plot.with_suffix(plot.suffix.lower())  # matplotlib takes both
-        check_target("--plot", str(plot), [f".{name}" for name in formats])
-    try:
-        from tqdm import tqdm
-    except ImportError as error:
-        raise ImportError("the package tqdm is missing: pip install 'rwkv-jax[text]'") from error
-
-    from rwkv_jax import models
-    from rwkv_jax.evaluation import evaluate
-
-    try:
-        text = Path(arguments.text).read_bytes().decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{arguments.text}: the file is no text in UTF-8: {error}") from None
-    model = models.inspect(arguments.model)
-    tokenizer = tokenizer_of(arguments, model.config.vocab_size)
-    tokens = tokenizer.encode(text)
-    # From the end of a text before it, the first token is predicted as well.
-    start = tokens[:1] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
-    predicted = tokens[1:] if tokenizer.end_of_text is None else tokens
-    if not predicted:
-        raise ValueError(f"{arguments.text}: the text has {len(tokens)} tokens, none to predict")
-    size = len(tokenizer.decode_bytes(predicted))
-    params = models.load(arguments.model, dtype=arguments.dtype).params
-    with tqdm(total=len(predicted), unit=" tokens", disable=None) as bar:
-        result = evaluate(
-            model.module,
-            params,
-            [*start, *predicted],
-            context=arguments.context,
-            batch=arguments.batch,
-            dtype=arguments.dtype,
-            progress=bar.update,
-        )
-    whole = {
-        "model": arguments.model,
-        "generation": model.generation,
-        "text": arguments.text,
-        "tokenizer": tokenizer.name,
-        "context": arguments.context,
-        "dtype": arguments.dtype,
-        "bytes": size,
-        "tokens": result.tokens,
-        "bits_per_byte": result.bits_per_byte(size),
-        "loss": result.loss,
-        "perplexity": result.perplexity,
-    }
-    if arguments.json:
-        if math.isinf(result.perplexity):
-            whole["perplexity"] = None
-        parts = [x._asdict() for x in result.buckets()]
-        print(json.dumps(whole | {"by_position": parts}, allow_nan=False))
+    for what, names in _OPTIONS.items():
+        for name in names:
+            if getattr(arguments, what) is None and getattr(arguments, name) is not None:
+                raise ValueError(f"--{name.replace('_', '-')} needs --{what}")
+    if arguments.text is not None:
+        eval_text.run(arguments)
+    elif arguments.lambada is not None:
+        eval_tasks.lambada(arguments)
+    elif arguments.passkey is not None:
+        eval_tasks.passkey(arguments)
     else:
-        print(_text(whole, result))
-    if arguments.plot is not None:
-        _plot(Path(arguments.plot), Path(arguments.text).name, result)
+        eval_tasks.harness(arguments)
     return 0
-
-
-def _text(whole: dict[str, str | int | float], result: "Evaluation") -> str:
-    """The results for a reader."""
-    rows = [
-        (name.replace("_", " "), f"{x:.5g}" if isinstance(x, float) else f"{x}")
-        for name, x in whole.items()
-    ]
-    buckets = [("tokens before", "tokens", "loss")]
-    for x in result.buckets():
-        range_ = f"{x.first}" if x.first == x.last else f"{x.first} to {x.last}"
-        buckets.append((range_, f"{x.tokens}", f"{x.loss:.4f}"))
-    return f"{table(rows)}\n\n{table(buckets)}"
-
-
-def _plot(path: Path, name: str, result: "Evaluation") -> None:
-    """Write a picture of the mean loss by the number of tokens before a token."""
-    from rwkv_jax.models._checkpoints.writing import replacing
-
-    buckets = result.buckets()
-    edges = [buckets[0].first, *(x.last + 1 for x in buckets)]
-    figure = _figure()
-    axes = figure.subplots()
-    axes.stairs([x.loss for x in buckets], edges, baseline=None, lw=2)
-    axes.axhline(result.loss, color="gray", ls="--", label=f"all tokens: {result.loss:.3f}")
-    axes.set_xscale("log", base=2)
-    axes.set(xlabel="tokens before the predicted one", ylabel="loss (nats per token)", title=name)
-    axes.legend()
-    with replacing(path) as file:
-        figure.savefig(file, format=path.suffix[1:], dpi=120)
-
-
-def _figure() -> "Figure":
-    """An empty figure."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("--plot needs matplotlib: pip install 'rwkv-jax[text]'") from error
-    return Figure(figsize=(8, 5), layout="constrained")

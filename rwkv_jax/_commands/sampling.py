@@ -4,6 +4,8 @@ import argparse
 import secrets
 from typing import TYPE_CHECKING
 
+from rwkv_jax._commands.arguments import natural
+
 if TYPE_CHECKING:
     from rwkv_jax.generation import Sampling
     from rwkv_jax.tokenizers import Tokenizer
@@ -15,7 +17,7 @@ def add_sampling(parser: argparse.ArgumentParser, length: int) -> None:
     """What `sampling_of` and `seed_of` read, and the number of tokens."""
     parser.add_argument(
         "--tokens",
-        type=_natural,
+        type=natural,
         metavar="N",
         default=length,
         help=f"the largest number of tokens to write (default: {length})",
@@ -37,7 +39,7 @@ def add_sampling(parser: argparse.ArgumentParser, length: int) -> None:
     add("--frequency", 0.2, "penalty for each time that they have been written")
     add("--penalty-decay", 0.996, "what is left of a count after each token")
     group.add_argument(
-        "--seed", type=_natural, metavar="N", help="0 to 2^31 - 1 (default: another one each time)"
+        "--seed", type=natural, metavar="N", help="0 to 2^31 - 1 (default: another one each time)"
     )
 
 
@@ -63,9 +65,3 @@ def sampling_of(arguments: argparse.Namespace, tokenizer: "Tokenizer") -> "Sampl
 def seed_of(arguments: argparse.Namespace) -> int:
     """The seed of a command line, or a random one, with room for rows after it."""
     return secrets.randbelow(2**30) if arguments.seed is None else arguments.seed
-
-
-def _natural(text: str) -> int:
-    if not text.isdecimal() or int(text) >= 2**31:
-        raise argparse.ArgumentTypeError(f"{text!r} is no integer from 0 to 2^31 - 1")
-    return int(text)

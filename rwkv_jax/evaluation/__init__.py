@@ -6,6 +6,11 @@ log probability of each token of many documents. `lambada` and `passkey` are tas
 `pip install 'rwkv-jax[lm-eval]'` installs.
 """
 
+from rwkv_jax.evaluation._lambada import LastWords as LastWords
+from rwkv_jax.evaluation._lambada import lambada as lambada
+from rwkv_jax.evaluation._lambada import read_lambada as read_lambada
+from rwkv_jax.evaluation._passkey import Found as Found
+from rwkv_jax.evaluation._passkey import passkey as passkey
 from rwkv_jax.evaluation._scores import Score as Score
 from rwkv_jax.evaluation._scores import score as score
 from rwkv_jax.evaluation._windows import Bucket as Bucket

@@ -14,9 +14,10 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from rwkv_jax.evaluation._pieces import check_sizes, checked, one_behind
+from rwkv_jax.generation._session import Model, initial_state_of, repeated
 from rwkv_jax.losses import cross_entropy
 from rwkv_jax.models import _not_finite
-from rwkv_jax.models._invariant import of_module
+from rwkv_jax.models._invariant import Invariant, of_module
 from rwkv_jax.models._kernels import Kernels, chosen
 
 _LARGEST = math.log(sys.float_info.max)
@@ -76,10 +77,11 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(
-    module: ModuleType,
+    module: ModuleType | Invariant,
     params: Any,
     tokens: Array | np.ndarray | Sequence[int],
     *,
+    state: Any = None,
     context: int = 4096,
     batch: int = 8,
     chunk_size: int = 1024,
@@ -90,7 +92,7 @@ def evaluate(
     """The losses of a model on a text, each token given those before it.
 
     The tokens but the last one are cut into windows of `context` tokens. The model reads each
-    window from the state before the first token, and predicts the token after each token of it. So
+    window from `state`, and predicts the token after each token of it. So
     every token but the first is predicted once, from at least one and at most `context` tokens.
     With the token of the end of a text in front, all tokens of the text are predicted.
 
@@ -99,9 +101,12 @@ def evaluate(
     run one compiled program.
 
     Args:
-      module: the module with the functions of the model, such as `rwkv_jax.models.rwkv7`.
+      module: the module with the functions of the model, such as `rwkv_jax.models.rwkv7`, or a
+        `models.Invariant` of it.
       params: its parameters, in either form.
       tokens: integers [T], at least two.
+      state: what every window starts from, a state of one row in the form of `params`, such as
+        `models.load_state` gives; the state before any token if None.
       context: the length of a window.
       batch: how many windows go through the model at once, at most.
       chunk_size: how many tokens of a window go through the model at once, at most.
@@ -111,14 +116,16 @@ def evaluate(
         since the last call.
 
     Raises:
-      ValueError: `tokens` is not a vector of at least two tokens of the vocabulary, or a size is
-        not positive.
+      ValueError: `tokens` is not a vector of at least two tokens of the vocabulary; or a size is
+        not positive; or the state is not one of this model.
       TypeError: a size is no integer, or `params` are not those of a model of `module`.
       FloatingPointError: a loss is NaN or infinite.
     """
-    params, kernels = of_module("evaluate", module).checked(params), chosen("evaluate", kernels)
+    params = of_module("evaluate", module).checked(params)
+    model = Model(module, jnp.dtype(dtype), chosen("evaluate", kernels))
     check_sizes("evaluate", context=context, batch=batch, chunk_size=chunk_size)
     tokens = checked("evaluate", tokens, len(params.head.weight))
+    start = initial_state_of("evaluate", model, params, state)
     context = min(context, len(tokens) - 1)
     batch = min(batch, math.ceil((len(tokens) - 1) / context))
     losses, counts = np.zeros(context), np.zeros(context, np.int64)
@@ -133,21 +140,19 @@ def evaluate(
             )
         progress(int(mask.sum()))
 
-    parts = _parts(module, params, tokens, context, batch, chunk_size, dtype, kernels)
-    for part in one_behind(parts):
+    for part in one_behind(_parts(model, params, start, tokens, context, batch, chunk_size)):
         take(*part)
     return Evaluation(losses, counts)
 
 
 def _parts(
-    module: ModuleType,
+    model: Model,
     params: Any,
+    start: Any,
     tokens: np.ndarray,
     context: int,
     batch: int,
     chunk_size: int,
-    dtype: DTypeLike,
-    kernels: Kernels,
 ) -> Iterator[tuple[slice, Array, np.ndarray]]:
     """The positions within the windows, the losses [B, positions] and the mask of each part."""
     parts = math.ceil(context / chunk_size)
@@ -156,38 +161,32 @@ def _parts(
     def windows(x: np.ndarray, first: int) -> np.ndarray:
         """Those of a batch, with zeros after the last token and after each window."""
         rows = np.zeros((batch, parts * size), x.dtype)
-        for row, start in zip(rows, range(first, len(x), context), strict=False):
-            row[:context][: len(x) - start] = x[start : start + context]
+        for row, begin in zip(rows, range(first, len(x), context), strict=False):
+            row[:context][: len(x) - begin] = x[begin : begin + context]
         return rows
 
     inputs, targets = tokens[:-1].astype(np.int32), tokens[1:].astype(np.int32)
     for first in range(0, len(inputs), batch * context):
         rows = windows(inputs, first), windows(targets, first)
         masks = windows(np.ones(len(inputs), bool), first)
-        state = module.initial_state(params, batch, dtype)
-        for start in range(0, context, size):
-            part = slice(start, start + size)
+        state = repeated(start, batch)
+        for begin in range(0, context, size):
+            part = slice(begin, begin + size)
             mask = masks[:, part]
             if not mask.any():
                 break
             of_part = (*(jnp.asarray(x[:, part]) for x in rows), jnp.asarray(mask))
-            found, state = _losses(module, params, state, *of_part, dtype=dtype, kernels=kernels)
+            found, state = _losses(model, params, state, *of_part)
             yield part, found, mask
 
 
-@functools.partial(jax.jit, static_argnames=("module", "dtype", "kernels"), donate_argnames="state")
+@functools.partial(jax.jit, static_argnames="model", donate_argnames="state")
 def _losses(
-    module: ModuleType,
-    params: Any,
-    state: Any,
-    inputs: Array,
-    targets: Array,
-    mask: Array,
-    *,
-    dtype: DTypeLike,
-    kernels: Kernels,
+    model: Model, params: Any, state: Any, inputs: Array, targets: Array, mask: Array
 ) -> tuple[Array, Any]:
     """The losses of a part [B, T], 0 where the mask is, and the next state."""
-    hidden_states, state = module.hidden_states(params, inputs, state, dtype=dtype, kernels=kernels)
+    hidden_states, state = model.module.hidden_states(
+        params, inputs, state, dtype=model.dtype, kernels=model.kernels
+    )
     losses = cross_entropy(hidden_states, params.head.wide(), targets, mask=mask, reduction="none")
     return losses, state

@@ -54,6 +54,15 @@ def formulas(module: ModuleType, params: Any, rows: Iterable[Any]) -> list[np.nd
     return [language_models.logits(module.GENERATION.name, named, tokens) for tokens in rows]
 
 
+def predicted(module: ModuleType, params: Any, tokens: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The log probability of each token but the first one, given those before it, and whether it
+    was the most probable one: by the published formulas in float64."""
+    tokens = np.asarray(tokens)
+    (logits,) = formulas(module, params, [tokens[:-1]])
+    chosen = np.take_along_axis(logits, tokens[1:, None], axis=1)[:, 0]
+    return chosen - np.log(np.exp(logits).sum(1)), logits.argmax(1) == tokens[1:]
+
+
 def assert_same_model(module: ModuleType, params: Any, others: Any) -> None:
     """Two trees of parameters give the same logits for a sequence and for a token after it."""
     tokens = jnp.asarray([[1, 2, 3], [4, 5, 6]])
