@@ -53,13 +53,22 @@ def test_lambada(folder: Path, command: Command) -> None:
     found = evaluation.lambada(rwkv7, params, tokenizer, passages, batch=2, chunk_size=8)
     assert found.passages == 3
     assert found.accuracy == np.mean(right) == 1 / 3
-    assert found.perplexity == pytest.approx(math.exp(np.mean(losses)), rel=1e-4)
+    perplexity = pytest.approx(math.exp(np.mean(losses)), rel=1e-4)
+    assert found.perplexity == perplexity
     model = ["eval", folder / "model.safetensors", "--tokenizer", folder / "words.txt"]
     shown = json.loads(command(*model, "--lambada", folder / "passages.jsonl", "--json").out)
     assert shown["accuracy"] == found.accuracy
     assert shown["perplexity"] == pytest.approx(found.perplexity, rel=1e-4)
     rows = command.table(*model, "--lambada", folder / "passages.jsonl")
     assert (rows["passages"], rows["accuracy"]) == ("3", f"{found.accuracy:.5g}")
+
+    _, state = rwkv7.apply(params, np.array([[5, 6, 7]]))
+    models.save_state(folder / "state.pth", state)
+    state = models.load_state(folder / "state.pth", params)
+    found = evaluation.lambada(rwkv7, params, tokenizer, passages, state=state)
+    line = (*model, "--lambada", folder / "passages.jsonl")
+    shown = json.loads(command(*line, "--initial-state", folder / "state.pth", "--json").out)
+    assert shown["perplexity"] == pytest.approx(found.perplexity, rel=1e-4) != perplexity
 
 
 def test_accuracy_and_perplexity(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,6 +168,18 @@ def test_tasks_that_are_not_there(
     assert "--tasks has 'no_such_task'; accepted are the names" in error
 
 
+def test_data_that_is_broken(files: Files, tmp_path: Path, command: Command) -> None:
+    """In one line, as errors of files."""
+    (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    task = json.loads((files.tasks / "words.yaml").read_text()) | {"task": "broken"}
+    task["dataset_kwargs"] = {"data_files": {"test": str(tmp_path / "broken.jsonl")}}
+    (tmp_path / "broken.yaml").write_text(json.dumps(task))
+    line = ["eval", files.model, "--tokenizer", files.tokenizer, "--tasks", "broken"]
+    error = command.refused(*line, "--include-path", tmp_path)
+    assert "rwkv-jax eval: --tasks is broken: " in error.splitlines()[-1]
+    assert "JSON parse error" in error.splitlines()[-1]
+
+
 class Request(NamedTuple):
     args: tuple[Any, ...]
 

@@ -52,6 +52,7 @@ def harness(arguments: argparse.Namespace) -> None:
 
     # isort: split
     import lm_eval
+    from datasets.exceptions import DatasetsError
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import make_table
 
@@ -76,18 +77,24 @@ def harness(arguments: argparse.Namespace) -> None:
     # Standard errors of some metrics come from resampling, for which lm-eval would fork a process
     # with threads of JAX, unless it is told to do without.
     os.environ["DISABLE_MULTIPROC"] = "1"
-    with contextlib.redirect_stdout(sys.stderr):  # where lm-eval says what it does
-        results = evaluate(
-            model,
-            tasks=names,
-            num_fewshot=arguments.shots,
-            limit=arguments.limit,
-            task_manager=manager,
-            bootstrap_iters=1000,
-            log_samples=False,
-        )
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # where lm-eval says what it does
+            results = evaluate(
+                model,
+                tasks=names,
+                num_fewshot=arguments.shots,
+                limit=arguments.limit,
+                task_manager=manager,
+                bootstrap_iters=1000,
+                log_samples=False,
+            )
+    except DatasetsError as error:
+        reason = error if error.__cause__ is None else f"{error}: {error.__cause__}"
+        raise ValueError(f"--tasks is {arguments.tasks}: {reason}") from None
     if arguments.json:
         figures = {"model": arguments.model, "dtype": arguments.dtype}
         print_json(figures | {"tasks": results["results"]})
     else:
         print(make_table(results))
+        if "groups" in results:
+            print(make_table(results, "groups"))

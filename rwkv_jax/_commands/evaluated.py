@@ -67,7 +67,8 @@ def rows_of(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def print_json(figures: Mapping[str, Any]) -> None:
     """Figures for a program. Those that are infinite or NaN are null."""
-    print(json.dumps(_finite(figures), allow_nan=False))
+    # The figures of tasks may be numbers of numpy.
+    print(json.dumps(_finite(figures), allow_nan=False, default=lambda x: x.item()))
 
 
 def _finite(x: Any) -> Any:
