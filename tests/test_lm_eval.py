@@ -1,12 +1,13 @@
 """The model `rwkv_jax` of lm-evaluation-harness, on tasks in files, against numbers by hand."""
 
 import functools
+import importlib
 import importlib.metadata
 import json
 import math
 import tomllib
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,9 +20,10 @@ from support.commands import Command
 from support.models import predicted
 from support.vocabularies import write_vocabulary
 
-evaluator: Any = pytest.importorskip("lm_eval.evaluator")
-tasks: Any = pytest.importorskip("lm_eval.tasks")
-adapter: Any = pytest.importorskip("rwkv_jax.evaluation.lm_eval")
+datasets, evaluator, tasks, adapter = (
+    cast(Any, importlib.import_module(name))
+    for name in ("datasets", "lm_eval.evaluator", "lm_eval.tasks", "rwkv_jax.evaluation.lm_eval")
+)
 
 WORDS = (" time", " a", "Once", "oon", "\n\n")
 DOCUMENTS: list[dict[str, Any]] = [
@@ -94,7 +96,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No hub, no forks, and no files elsewhere."""
-    datasets: Any = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setenv("DISABLE_MULTIPROC", "1")

@@ -7,6 +7,8 @@ up to 0.4.13 have no plugins, and `python -m rwkv_jax.evaluation.lm_eval` is `lm
 model, with the same arguments.
 """
 
+import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -162,9 +164,7 @@ class Model(LM):
             raise ValueError("rwkv_jax: a continuation is empty; accepted is some text")
         before = self._tokenizer.encode(context.rstrip())
         whole = self._tokenizer.encode(context + continuation)
-        common = 0
-        while common < len(before) and before[common] == whole[common]:
-            common += 1
+        common = sum(itertools.takewhile(bool, map(operator.eq, before, whole)))
         return self._begun(whole[:common]), whole[common:]
 
     def _begun(self, tokens: list[int]) -> list[int]:
