@@ -739,8 +739,10 @@ cudaError_t Wkv7Forward(cudaStream_t stream, const Wkv7ForwardCall& call, bool f
     };
     constexpr std::integral_constant<int, 1> one;
     constexpr std::integral_constant<int, N == 64 ? 4 : 1> many;
-    if (call.dims.tokens == 1 && !call.marks.Given() && !call.sequences.Given())
-      return launch(one, many, std::false_type());
+    if (call.dims.tokens == 1 && !call.marks.Given() && !call.sequences.Given()) {
+      constexpr std::integral_constant<int, N == 64 ? 4 : N == 128 ? 2 : 1> blocks;
+      return launch(one, blocks, std::false_type());
+    }
     constexpr std::integral_constant<int, 8> eight;
     return ForMarks(call.marks, [&](auto marked) {
       return few_heads ? launch(eight, one, marked) : launch(eight, many, marked);
