@@ -1,7 +1,8 @@
 """How the next token is chosen from logits."""
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -15,6 +16,13 @@ from rwkv_jax.models import _not_finite
 
 NO_DISTRIBUTION = -2
 """What `sample` gives in place of a token where no token can be sampled."""
+
+_PROBABILITY_BITS = 30
+"""The bits of a float32 from 0 to 1 that are not always 0."""
+
+_FEW_ROWS, _BITS_OF_FEW_ROWS, _BITS = 16, 5, 2
+"""In how many steps of how many bits a GPU searches for the least probability that stays. Few rows
+do not fill it, so that it computes many sums at once."""
 
 Number: TypeAlias = float | int | Sequence[float] | Sequence[int] | np.ndarray
 """A setting: one number for all rows, or one for each row."""
@@ -190,15 +198,14 @@ def sample(
     largest = _not_finite.largest(logits, keepdims=True)
     greedy = temperature == 0
 
-    def chosen() -> Array:
+    mass = jnp.where(top_p < 1, top_p, jnp.inf)
+    number = jnp.where((top_k > 0) & (top_k < logits.shape[1]), top_k, np.iinfo(np.int32).max)
+
+    def chosen(least: Callable[[Array, Array, Array], Array]) -> Array:
         below_largest = logits - largest
         p = jnp.exp(below_largest)
         p = p / jnp.sum(p, axis=-1, keepdims=True)
-        keys = lax.bitcast_convert_type(p, jnp.int32)
-        by_mass = _threshold(keys, p, top_p, ~greedy & (top_p < 1))
-        some = ~greedy & (top_k > 0) & (top_k < logits.shape[1])
-        by_number = _threshold(keys, jnp.ones_like(p), top_k.astype(jnp.float32), some)
-        stays = keys >= jnp.maximum(by_mass, by_number)
+        stays = p >= least(p, mass, number)
         # With independent E[i] of the exponential distribution, the i with the largest
         # l[i] / temperature - log(E[i]) has the distribution q (the Gumbel-max trick). A rounding
         # error of the logits changes the token only if two candidates are as close to each other
@@ -209,10 +216,19 @@ def sample(
         return first_largest(jnp.where(greedy, logits, jnp.where(stays, scores, -jnp.inf)))
 
     def chosen_on_cpu() -> Array:
-        return lax.cond(jnp.all(greedy), lambda: _first(logits == largest), chosen)
+        some = jnp.any(~greedy & (jnp.isfinite(mass) | (number < logits.shape[1])))
 
-    # A GPU waits for the host before it takes a branch, and has the random numbers sooner.
-    tokens = lax.platform_dependent(cpu=chosen_on_cpu, default=chosen)
+        def least(p: Array, mass: Array, number: Array) -> Array:
+            search = functools.partial(_least, p, mass, number, bits=1)
+            return lax.cond(some, search, lambda: jnp.zeros_like(mass))
+
+        return lax.cond(jnp.all(greedy), lambda: _first(logits == largest), lambda: chosen(least))
+
+    # A GPU waits for the host before it takes a branch, and has the results of both sooner.
+    bits = _BITS_OF_FEW_ROWS if len(logits) <= _FEW_ROWS else _BITS
+    tokens = lax.platform_dependent(
+        cpu=chosen_on_cpu, default=lambda: chosen(functools.partial(_least, bits=bits))
+    )
     return jnp.where(jnp.isfinite(largest[:, 0]), tokens, NO_DISTRIBUTION)
 
 
@@ -250,33 +266,40 @@ def counted(
     return Occurrences(occurrences.seen | here, counts)
 
 
-def _threshold(
-    keys: Int32[Array, "B vocabulary"],
-    weights: Float32[Array, "B vocabulary"],
-    wanted: Float32[Array, "B 1"],
-    rows: Bool[Array, "B 1"],
-) -> Int32[Array, "B 1"]:
-    """The largest key such that the weights of all keys from it on add up to `wanted` at least; 0
-    for the rows that are not among `rows`.
+def _least(
+    p: Float32[Array, "B vocabulary"],
+    mass: Float32[Array, "B 1"],
+    number: Int32[Array, "B 1"],
+    *,
+    bits: int,
+) -> Float32[Array, "B 1"]:
+    """The largest of the probabilities from which on there are `mass` of probability or `number` of
+    tokens; 0 where there is none.
 
-    Bisection takes up to 30 sums, which are faster than sorting and partition over devices.
+    Probabilities have the order of their bits as integers. A pass finds the next `bits` of the
+    result, by sums over the vocabulary for each value that these may have. That is faster than
+    sorting, is partitioned over devices, and has no step that depends on a result of another one,
+    for which a GPU would wait for the host.
     """
+    least = jnp.zeros(mass.shape, jnp.int32)
+    for shift in reversed(range(0, _PROBABILITY_BITS, bits)):
+        digits = jnp.arange(1, 1 << bits, dtype=jnp.int32)[None] << shift
+        from_on = lax.bitcast_convert_type(least + digits, jnp.float32)
+        if len(p) <= _FEW_ROWS:
+            masses, numbers = _above(p[:, None], from_on[..., None])
+        else:
+            sums = [_above(p, x) for x in jnp.split(from_on, digits.size, axis=-1)]
+            masses, numbers = (jnp.stack(x, axis=-1) for x in zip(*sums, strict=True))
+        enough = (masses >= mass) | (numbers >= number)
+        least += jnp.sum(enough, axis=-1, keepdims=True, dtype=jnp.int32) << shift
+    # Where the likeliest token is enough, so is every larger number.
+    return jnp.minimum(lax.bitcast_convert_type(least, jnp.float32), jnp.max(p, -1, keepdims=True))
 
-    def unfinished(bounds: tuple[Array, Array]) -> Array:
-        low, high = bounds
-        return jnp.any(high - low > 1)
 
-    def halved(bounds: tuple[Array, Array]) -> tuple[Array, Array]:
-        low, high = bounds
-        middle = low + (high - low) // 2
-        found = jnp.sum(jnp.where(keys >= middle, weights, 0), axis=-1, keepdims=True)
-        enough = found >= wanted
-        # Rows that are finished have no middle: it is their lower bound.
-        return jnp.where(enough, middle, low), jnp.where(enough, high, middle.clip(low + 1))
-
-    high = jnp.where(rows, jnp.max(keys, axis=-1, keepdims=True) + 1, 1)
-    low, _ = lax.while_loop(unfinished, halved, (jnp.zeros_like(high), high))
-    return low
+def _above(p: Array, least: Array) -> tuple[Array, Array]:
+    """The sum of the numbers of the last axis that are `least` or more, and how many these are."""
+    stays = p >= least
+    return jnp.sum(jnp.where(stays, p, 0), axis=-1), jnp.sum(stays, axis=-1, dtype=jnp.int32)
 
 
 def _exponential(
