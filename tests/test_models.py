@@ -214,6 +214,25 @@ def test_official_sizes() -> None:
 
 
 @pytest.mark.slow
+def test_initial_matrices() -> None:
+    """Matrices of all layers come from one loop, and each has a key of its own."""
+    init = jax.jit(rwkv7.init, static_argnames="config")
+    sizes = [dataclasses.replace(CONFIG, num_layers=layers) for layers in (2, 8)]
+    few, many = (init.lower(jax.random.key(1), size).as_text() for size in sizes)
+    assert many.count("geqrf") == few.count("geqrf") > 0
+    params = init(jax.random.key(1), sizes[0])
+    for block, key in zip(params.blocks, jax.random.split(jax.random.key(1), 4)[2:], strict=True):
+        att, ffn = jax.random.split(key)
+        keys = jax.random.split(att, 7)
+        for x, key, scale in (
+            (block.att.g2, keys[3], 0.1),
+            (block.att.key.weight, keys[5], 0.1),
+            (block.ffn.key.weight, ffn, 1.0),
+        ):
+            expected = jax.nn.initializers.orthogonal(scale)(key, x.shape)
+            np.testing.assert_allclose(x, expected, atol=1e-5)
+
+
 def test_initial_loss_is_of_a_uniform_guess(tokens: jax.Array) -> None:
     initial = jax.jit(lambda: rwkv7.init(jax.random.key(0), CONFIG))()
     key = initial.blocks[0].ffn.key.weight

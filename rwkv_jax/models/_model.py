@@ -61,7 +61,7 @@ class Generation:
         state, the segments and the implementation of layer functions. It returns the input, the
         output and the next state.
       init_time_mix: the parameters of a time mixing, from a key, a config and the number of the
-        layer.
+        layer, of any dtype. From a key of None it gives the shape of each random matrix.
       init_channel_mix: the same for a channel mixing.
       initial_wkv: the state of the operator before the first token.
       rules: where parameters are on a mesh.
@@ -76,8 +76,8 @@ class Generation:
     time_mix_params: type
     mix_tokens: Callable[..., tuple[Array, Array, Any, Any]]
     mix_channels: Callable[..., tuple[Array, Array, Array]]
-    init_time_mix: Callable[[Array, Any, int], Any]
-    init_channel_mix: Callable[[Array, Any, int], Any]
+    init_time_mix: Callable[[Array | None, Any, int], Any]
+    init_channel_mix: Callable[[Array | None, Any, int], Any]
     initial_wkv: InitialWkv
     rules: _placement.Rules
     step_block: _StepBlock | None = None

@@ -35,7 +35,14 @@ from rwkv_jax.models import _parameters, _placement
 from rwkv_jax.models._channel_mixing import ChannelMixParams as ChannelMixParams
 from rwkv_jax.models._channel_mixing import mix_channels
 from rwkv_jax.models._config import check_sizes
-from rwkv_jax.models._initialisation import decay, depth, orthogonal, token_shift_mix, zigzag
+from rwkv_jax.models._initialisation import (
+    Vector,
+    decay,
+    depth,
+    orthogonal,
+    token_shift_mix,
+    zigzag,
+)
 from rwkv_jax.models._kernels import Options, run
 from rwkv_jax.models._linear import Weight, linear
 from rwkv_jax.models._model import Generation
@@ -97,11 +104,11 @@ def initial_wkv(params: TimeMixParams, batch: int) -> Wkv4State:
     )
 
 
-def init_time_mix(key: Key[Array, ""], config: Config, layer: int) -> TimeMixParams:
+def init_time_mix(key: Key[Array, ""] | None, config: Config, layer: int) -> TimeMixParams:
     """The parameters of the time mixing of layer `layer`, from 0."""
     layers, width = config.num_layers, config.hidden_size
 
-    def mix(exponent: float) -> Array:
+    def mix(exponent: float) -> Vector:
         return 1 - token_shift_mix(width, exponent * (1 - layer / layers))
 
     def zeros() -> Weight:
@@ -118,10 +125,10 @@ def init_time_mix(key: Key[Array, ""], config: Config, layer: int) -> TimeMixPar
         receptance=zeros(),
         output=zeros(),
     )
-    return _parameters.cast(params, jnp.float32)
+    return params
 
 
-def init_channel_mix(key: Key[Array, ""], config: Config, layer: int) -> ChannelMixParams:
+def init_channel_mix(key: Key[Array, ""] | None, config: Config, layer: int) -> ChannelMixParams:
     """The parameters of the channel mixing of layer `layer`, from 0. Its hidden
     activations are four times as wide as the model."""
     layers, width = config.num_layers, config.hidden_size
@@ -133,7 +140,7 @@ def init_channel_mix(key: Key[Array, ""], config: Config, layer: int) -> Channel
         receptance=Weight(jnp.zeros((width, width))),
         value=Weight(jnp.zeros((width, hidden))),
     )
-    return _parameters.cast(params, jnp.float32)
+    return params
 
 
 def mix_tokens(

@@ -26,6 +26,7 @@ and the classes `RWKV_Tmix_x060` and `RWKV_CMix_x060` of RWKV-LM's training code
 """
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 import jax
@@ -38,11 +39,14 @@ from rwkv_jax.models import _initialisation, _parameters, _placement
 from rwkv_jax.models._channel_mixing import mix_channels
 from rwkv_jax.models._config import check_sizes
 from rwkv_jax.models._initialisation import (
+    Vector,
     bonus,
     decay,
     depth,
     hidden_width,
+    orthogonal,
     small,
+    split,
     token_shift_mix,
 )
 from rwkv_jax.models._kernels import Options, run
@@ -135,17 +139,17 @@ def initial_wkv(params: TimeMixParams, batch: int) -> _typing.State:
     return jnp.zeros((batch, heads, head_size, head_size), jnp.float32)
 
 
-def init_time_mix(key: Key[Array, ""], config: Config, layer: int) -> TimeMixParams:
+def init_time_mix(key: Key[Array, ""] | None, config: Config, layer: int) -> TimeMixParams:
     """The parameters of the time mixing of layer `layer`, from 0."""
     layers, width = config.num_layers, config.hidden_size
-    keys = iter(jax.random.split(key, 6))
+    keys = split(key, 6)
     square = (width, width)
 
-    def mix(exponent: float) -> Array:
+    def mix(exponent: float) -> Vector:
         return token_shift_mix(width, exponent * (1 - layer / layers))
 
-    def orthogonal(scale: float) -> Weight:
-        return Weight(jax.nn.initializers.orthogonal(scale)(next(keys), square))
+    def of_squares(scale: float) -> Weight:
+        return Weight(orthogonal(next(keys), width, width, scale))
 
     params = TimeMixParams(
         time_maa_x=mix(1.0),
@@ -160,17 +164,17 @@ def init_time_mix(key: Key[Array, ""], config: Config, layer: int) -> TimeMixPar
         time_decay_w1=jnp.zeros((width, config.decay_rank)),
         time_decay_w2=small(next(keys), (config.decay_rank, width)),
         time_faaaa=bonus(width, layer, layers).reshape(-1, config.head_size),
-        receptance=orthogonal(1.0),
-        key=orthogonal(0.1),
-        value=orthogonal(1.0),
+        receptance=of_squares(1.0),
+        key=of_squares(0.1),
+        value=of_squares(1.0),
         output=Weight(jnp.zeros(square)),
-        gate=orthogonal(0.1),
+        gate=of_squares(0.1),
         ln_x=_initialisation.head_norm(width, layer, layers),
     )
-    return _parameters.cast(params, jnp.float32)
+    return params
 
 
-def init_channel_mix(key: Key[Array, ""], config: Config, layer: int) -> ChannelMixParams:
+def init_channel_mix(key: Key[Array, ""] | None, config: Config, layer: int) -> ChannelMixParams:
     """The parameters of the channel mixing of layer `layer`, from 0. Its hidden
     activations are 3.5 times as wide as the model, rounded down to a multiple of 32."""
     layers, width = config.num_layers, config.hidden_size
@@ -178,11 +182,11 @@ def init_channel_mix(key: Key[Array, ""], config: Config, layer: int) -> Channel
     params = ChannelMixParams(
         time_maa_k=token_shift_mix(width, exponent),
         time_maa_r=token_shift_mix(width, exponent),
-        key=Weight(jax.nn.initializers.orthogonal()(key, (hidden, width))),
+        key=Weight(orthogonal(key, hidden, width, math.sqrt(width / hidden))),
         receptance=Weight(jnp.zeros((width, width))),
         value=Weight(jnp.zeros((width, hidden))),
     )
-    return _parameters.cast(params, jnp.float32)
+    return params
 
 
 HEAD_NORM_EPS = 1e-5 * 8**2

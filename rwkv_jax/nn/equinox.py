@@ -22,6 +22,7 @@ from rwkv_jax._typing import Operand
 from rwkv_jax.layers import DeltaNetState, gated_delta_net, kimi_delta_net
 from rwkv_jax.models._arguments import check_tokens
 from rwkv_jax.models._generations import generation_of
+from rwkv_jax.models._initialisation import float32
 from rwkv_jax.models._kernels import Kernels, chosen
 from rwkv_jax.models._model import Generation
 from rwkv_jax.models._recomputation import Recompute
@@ -57,7 +58,7 @@ class TimeMix(eqx.Module):
         key: Key[Array, ""],
     ):
         self.generation = generation_of(config)
-        self.params = self.generation.init_time_mix(key, config, layer)
+        self.params = float32(self.generation.init_time_mix(key, config, layer))
         self.kernels = chosen("TimeMix", kernels)
 
     def __call__(
@@ -91,7 +92,7 @@ class ChannelMix(eqx.Module):
 
     def __init__(self, config: Any, layer: int, *, key: Key[Array, ""]):
         self.generation = generation_of(config)
-        self.params = self.generation.init_channel_mix(key, config, layer)
+        self.params = float32(self.generation.init_channel_mix(key, config, layer))
 
     def __call__(
         self,

@@ -20,6 +20,7 @@ from jaxtyping import Float, Float32, Int
 from rwkv_jax._typing import Operand
 from rwkv_jax.layers import DeltaNetState, gated_delta_net, kimi_delta_net
 from rwkv_jax.models._generations import generation_of
+from rwkv_jax.models._initialisation import float32
 from rwkv_jax.models._kernels import Kernels, chosen
 from rwkv_jax.models._parameters import arrays as arrays
 from rwkv_jax.models._recomputation import Recompute
@@ -46,7 +47,9 @@ class TimeMix(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.generation = generation_of(config)
-        self.params = parameters(self.generation.init_time_mix(rngs.params(), config, layer))
+        self.params = parameters(
+            float32(self.generation.init_time_mix(rngs.params(), config, layer))
+        )
         self.kernels = chosen("TimeMix", kernels)
 
     def __call__(
@@ -74,7 +77,9 @@ class ChannelMix(nnx.Module):
 
     def __init__(self, config: Any, layer: int, *, rngs: nnx.Rngs):
         self.generation = generation_of(config)
-        self.params = parameters(self.generation.init_channel_mix(rngs.params(), config, layer))
+        self.params = parameters(
+            float32(self.generation.init_channel_mix(rngs.params(), config, layer))
+        )
 
     def __call__(
         self,

@@ -36,10 +36,10 @@ initialisation, the training code of RWKV-LM.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int, Key
 
@@ -55,7 +55,14 @@ from rwkv_jax.layers import (
 from rwkv_jax.models import _parameters, _placement, _recomputation
 from rwkv_jax.models._channel_mixing import feed_forward
 from rwkv_jax.models._config import check_sizes
-from rwkv_jax.models._initialisation import depth, head_norm, orthogonal, token_shift_mix
+from rwkv_jax.models._initialisation import (
+    Vector,
+    depth,
+    head_norm,
+    orthogonal,
+    split,
+    token_shift_mix,
+)
 from rwkv_jax.models._kernels import Options, run
 from rwkv_jax.models._linear import Weight, WeightByInput, linear, low_rank_maps
 from rwkv_jax.models._model import Generation
@@ -143,27 +150,27 @@ def initial_wkv(params: TimeMixParams, batch: int) -> _typing.State:
     return jnp.zeros((batch, heads, head_size, head_size), jnp.float32)
 
 
-def init_time_mix(key: Key[Array, ""], config: Config, layer: int) -> TimeMixParams:
+def init_time_mix(key: Key[Array, ""] | None, config: Config, layer: int) -> TimeMixParams:
     """The parameters of the time mixing of layer `layer`, from 0."""
     layers, width, head_size = config.num_layers, config.hidden_size, config.head_size
-    keys = iter(jax.random.split(key, 7))
-    channel = jnp.arange(width, dtype=jnp.float32)
+    keys = split(key, 7)
+    channel: Vector = np.arange(width)
     fraction = channel / max(width - 1, 1)
     linear = fraction - 0.5
     half = max(head_size - 1, 1) / 2
     in_head = (channel % head_size) / half - 1
-    zigzag = in_head * jnp.abs(in_head)
+    zigzag = in_head * np.abs(in_head)
 
-    def mix(exponent: float) -> Array:
+    def mix(exponent: float) -> Vector:
         return token_shift_mix(width, exponent * (1 - layer / layers))
 
-    def low_rank(size: float) -> tuple[Array, Array]:
+    def low_rank(size: float) -> tuple[Array, Any]:
         # The first matrix starts at 0, so that each map starts as its constant vector.
         rank = max(32, round(size * math.sqrt(width) / 32) * 32)
         return jnp.zeros((width, rank)), orthogonal(next(keys), rank, width, 0.1)
 
     def square(scale: float) -> Weight:
-        return Weight(jax.nn.initializers.orthogonal(scale)(next(keys), (width, width)))
+        return Weight(orthogonal(next(keys), width, width, scale))
 
     w1, w2 = low_rank(2.5)
     a1, a2 = low_rank(2.5)
@@ -197,19 +204,19 @@ def init_time_mix(key: Key[Array, ""], config: Config, layer: int) -> TimeMixPar
         output=Weight(jnp.zeros((width, width))),
         ln_x=head_norm(width, layer, layers),
     )
-    return _parameters.cast(params, jnp.float32)
+    return params
 
 
-def init_channel_mix(key: Key[Array, ""], config: Config, layer: int) -> ChannelMixParams:
+def init_channel_mix(key: Key[Array, ""] | None, config: Config, layer: int) -> ChannelMixParams:
     """The parameters of the channel mixing of layer `layer`, from 0. Its hidden
     activations are four times as wide as the model."""
     layers, width = config.num_layers, config.hidden_size
     params = ChannelMixParams(
         x_k=token_shift_mix(width, (1 - layer / layers) ** 4),
-        key=Weight(jax.nn.initializers.orthogonal()(key, (4 * width, width))),
+        key=Weight(orthogonal(key, 4 * width, width, 0.5)),
         value=Weight(jnp.zeros((width, 4 * width))),
     )
-    return _parameters.cast(params, jnp.float32)
+    return params
 
 
 def mix_tokens(
