@@ -4,7 +4,7 @@ memory, compilation and, with --profile, the kernels by class.
     python scripts/bench_model.py                    # four sizes, from 0.1B to the layers of 7.2B
     python scripts/bench_model.py --rows 24x2048x4 --forward --profile
     python scripts/bench_model.py --rows 12x768x16 --model implementation=xla --json step.json
-    python scripts/bench_model.py --rows 24x2048x4 --scan --model recompute=blocks
+    python scripts/bench_model.py --rows 24x2048x4 --model recompute=blocks
 
 A step has bfloat16 activations, float32 parameters, and AdamW inside the jitted program, whose
 arguments are donated. The model has random parameters and reads random tokens. Each row runs in a
@@ -102,7 +102,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="NAME=VALUE",
         help="further arguments of the model",
     )
-    add("--scan", action="store_true", help="scan over the blocks, with parameters in stacked form")
     add("--l2-wrap", type=float, default=0.0, help="factor of the L2 wrap, 1e-4 in RWKV-LM")
     add("--steps", type=int, default=10, help="steps that are timed together")
     add("--repeats", type=int, default=3, help="how often they are timed; the median counts")
@@ -142,7 +141,6 @@ def settings_of(args: argparse.Namespace) -> Settings:
         tokens=args.tokens,
         vocabulary=args.vocabulary,
         model=model,
-        scan=args.scan,
         l2_wrap=args.l2_wrap,
         steps=args.steps,
         repeats=args.repeats,

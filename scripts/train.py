@@ -35,11 +35,12 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parent))
 
 import jax
-from jax.sharding import Mesh
 
 from rwkv_jax import models
-from rwkv_jax.nn.flax import RWKV, arrays
+from rwkv_jax.models import rwkv7
 from training import (
+    clocks,
+    compilation,
     data,
     devices,
     language_model,
@@ -54,18 +55,22 @@ from training import (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    start = clocks.Start()
     args = options.parse(argv)
     # On a GPU XLA may otherwise choose other kernels in a run that is resumed.
     xla_flags.add(xla_flags.CUBLAS, xla_flags.DETERMINISTIC)
+    if str(args.cache) != "none":
+        compilation.use_cache(args.cache)
+    start.part("import")
     if args.coordinator:
         jax.distributed.initialize(args.coordinator, args.processes, args.process)
     shown = sys.stdout if jax.process_index() == 0 else None
     with contextlib.redirect_stdout(shown), outputs.reserved(args) as saved:
-        return run(args, saved)
+        return run(args, saved, start)
 
 
-def prepare(args: argparse.Namespace) -> tuple[Mesh, RWKV]:
-    """The mesh and the model that the options ask for."""
+def prepare(args: argparse.Namespace) -> tuple[language_model.Model, rwkv7.Params | None]:
+    """The model that the options ask for, and its parameters if they are those of a file."""
     config = options.config(args)
     mesh = devices.make_mesh(args.mesh, config, batch=args.batch, context=args.context)
     params = None
@@ -79,33 +84,31 @@ def prepare(args: argparse.Namespace) -> tuple[Mesh, RWKV]:
         mesh,
         dtype=args.dtype,
         implementation=args.implementation,
-        seed=args.seed,
-        scan=args.scan,
         recompute=args.recompute,
-        params=params,
     )
-    return mesh, model
+    return model, params
 
 
-def run(args: argparse.Namespace, saved: int) -> int:
+def run(args: argparse.Namespace, saved: int, start: clocks.Start) -> int:
     """Train, from the checkpoint after `saved` steps if these are not 0, and write the results."""
     source = tasks.Examples(args) if args.task else data.Text(args)
-    mesh, model = prepare(args)
+    model, params = prepare(args)
     recorded = options.recorded(args, source.checksum)
-    parameters = sizes.size(arrays(model.params))
-    print(f"RWKV-7 of {parameters:,} parameters on {devices.describe(mesh)}, {args.dtype}")
+    parameters = sizes.size(model.shapes())
+    print(f"RWKV-7 of {parameters:,} parameters on {devices.describe(model.mesh)}, {args.dtype}")
     print(source)
 
     try:
-        log = loop.train(args, mesh, model, source, recorded, saved)
+        results = loop.train(args, model, source, recorded, start, saved=saved, params=params)
     except NotImplementedError as error:
         if not args.implementation:
             raise
         sys.exit(f"--implementation: {error}")
-    if log is None:
+    if results is None:
         return 130
+    log, params = results
     # Each process has the whole arrays, of which it decodes and saves a copy on one device.
-    whole = devices.gathered(arrays(model.params), mesh)
+    whole = devices.gathered(params, model.mesh)
     params = jax.tree.map(lambda x: x.addressable_data(0), whole)
     file, first = args.out / outputs.MODEL, jax.process_index() == 0
     if first:

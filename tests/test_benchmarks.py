@@ -2,7 +2,6 @@
 classes of kernels in a profile; and the comparisons with the official training code, whose kernels
 need a GPU, and with the official models."""
 
-import functools
 import importlib
 import json
 from collections.abc import Callable, Iterator
@@ -12,7 +11,6 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 from rwkv_jax.models import rwkv7
 from support import scripts
@@ -83,17 +81,6 @@ def test_model(bench: Bench, tmp_path: Path) -> None:
     assert set(classes) == set(importlib.import_module("benchmarking.profile").CLASSES)
     assert classes["products"]["ms"] > 0
     assert sum(kind["ms"] for kind in classes.values()) > 0.9 * training["profile"]["step_ms"]
-
-
-@pytest.mark.slow
-def test_model_with_a_scan_over_blocks(bench: Bench) -> None:
-    """The same operations, bytes of arguments and loss as without a scan."""
-    (plain,) = bench("bench_model")
-    (scan,) = bench("bench_model", "--scan", "--model", "recompute=cheap")
-    assert scan["argument_bytes"] == pytest.approx(plain["argument_bytes"], rel=1e-3)
-    assert scan["loss"] == pytest.approx(plain["loss"], rel=1e-5)
-    operations, of_scan = (row["share_of_peak"] * row["ms"] for row in (plain, scan))
-    assert of_scan == pytest.approx(operations)
 
 
 @pytest.mark.slow
@@ -326,10 +313,13 @@ def test_compared_steps_are_those_of_train(monkeypatch: pytest.MonkeyPatch, chec
     params = jax.jit(lambda: rwkv7.init(jax.random.key(args.seed), config))()
     params = jax.tree.map(lambda x: x.astype("bfloat16").astype("float32"), params)
     mesh = train.devices.make_mesh(None, config, batch=args.batch, context=args.context)
-    given = {"dtype": "float32", "implementation": None, "seed": 0, "params": params}
-    model = train.language_model.make_model(config, mesh, **given)
-    optimizer = nnx.Optimizer(model, train.loop.make_optimizer(args), wrt=nnx.Param)
-    step = functools.partial(steps.train_step, model, optimizer, steps.Copies(mesh, model))
-    found = [float(step(train.data.Batch(x), mesh)) for x in compare.batches(args)]
+    model = train.language_model.make_model(config, mesh, dtype="float32", implementation=None)
+    optimizer = train.loop.make_optimizer(args)
+    shapes = steps.state_shapes(model, optimizer)
+    state = steps.initial_state(model, optimizer, shapes, seed=0, params=params)
+    step, found = steps.train_step(model, optimizer, shapes, 0.0), []
+    for x in compare.batches(args):
+        state, loss = step(state, train.data.Batch(x))
+        found.append(float(loss))
     assert losses == pytest.approx(found, abs=1e-5)
     assert losses[-1] < losses[0]

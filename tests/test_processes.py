@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,24 +30,29 @@ def step(train: ModuleType, *options: str) -> dict[str, np.ndarray]:
     because many of the initial ones are zero."""
     import jax
     import optax
-    from flax import nnx
 
     steps = importlib.import_module("training.steps")
     place = train.devices.place
     args = train.options.parse([*MODEL, *options])
-    mesh, model = train.prepare(args)
-    rng = np.random.default_rng(0)
-    for x in jax.tree.leaves(nnx.state(model), is_leaf=lambda x: isinstance(x, nnx.Variable)):
-        noise = 0.1 * rng.standard_normal(x.shape).astype(np.float32)
-        x[...] = x[...] + place(noise, x[...].sharding)
+    model, _ = train.prepare(args)
     # With a larger epsilon than usual, so that a step depends on how large a gradient is.
-    optimizer = nnx.Optimizer(model, optax.adamw(0.1, eps=1e-3), wrt=nnx.Param)
+    optimizer = optax.adamw(0.1, eps=1e-3)
+    shapes = steps.state_shapes(model, optimizer)
+    rng = np.random.default_rng(0)
+
+    def with_noise(x: Any) -> Any:
+        noise = 0.1 * rng.standard_normal(x.shape).astype(np.float32)
+        return x + place(noise, x.sharding)
+
+    initial = steps.initial_state(model, optimizer, shapes, seed=args.seed)
+    params = jax.tree.map(with_noise, initial.params)
+    state = initial._replace(params=params)
     text = rng.integers(0, 256, 1000).astype(np.uint8)
     batch = train.data.batch_at(0, text, seed=args.seed, batch=args.batch, context=args.context)
-    placed = steps.on_mesh(train.data.Batch(batch), mesh)
-    loss = steps.train_step(model, optimizer, steps.Copies(mesh, model), placed, mesh)
-    state = {name: x[...] for name, x in steps.variables(model, optimizer).items()}
-    return jax.tree.map(np.asarray, train.devices.gathered({"loss": loss, **state}, mesh))
+    placed = steps.on_mesh(train.data.Batch(batch), model.mesh)
+    state, loss = steps.train_step(model, optimizer, shapes, 0.0)(state, placed)
+    results = {"loss": loss, **steps.named(state)}
+    return jax.tree.map(np.asarray, train.devices.gathered(results, model.mesh))
 
 
 def main(out: str, implementation: str, address: str, index: str) -> None:
@@ -100,7 +106,7 @@ def test_two_processes_step_as_one(tmp_path: Path, address: str) -> None:
         with np.load(out / f"{mesh}.npz") as file:
             return dict(file)
 
-    assert "optimizer.0.nu.params.blocks.1.att.receptance.weight" in expected
+    assert "optimizer.0.nu.blocks.1.att.receptance.weight" in expected
     for out, mesh in itertools.product(outs, MESHES):
         tolerance.assert_close(results(out, mesh), expected, 1e-4)
 

@@ -16,13 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from rwkv_jax import models
 from rwkv_jax.models import rwkv6, rwkv7
-from rwkv_jax.nn import flax
 from support import hlo, scripts
 from support.models import random_like, shapes_of
 from support.scripts import AtStep
@@ -39,6 +37,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     text.write_bytes(TEXT)
     given = {"layers": 1, "width": 32, "head-size": 16, "steps": STEPS, "batch": 2, "context": 16}
     given |= {"eval-every": 3, "eval-bytes": 48, "save-every": 2, "sample": 8, "warmup": 2}
+    given |= {"cache": "none"}
     return [f"--data={text}", *(f"--{name}={x}" for name, x in given.items())]
 
 
@@ -124,29 +123,6 @@ def test_run_resumes_on_another_mesh(
 
 @pytest.mark.slow
 @needs_devices
-def test_scan_over_blocks(
-    train: ModuleType, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same losses as without a scan, also on a mesh; neither form resumes the other."""
-    given = [*options, "--layers=3", "--steps=4", "--save-every=4", "--eval-bytes=32"]
-    plain_out, scan_out = tmp_path / "plain", tmp_path / "scan"
-    with monkeypatch.context() as patch:
-        patch.setattr(train.report, "sample", lambda *_: "")
-        assert train.main([*given, f"--out={plain_out}"]) == 0
-    mesh = ["--scan", "--recompute=blocks", "--mesh=data=2,seq=2"]
-    assert train.main([*given, *mesh, f"--out={scan_out}"]) == 0
-    losses, of_scan = (log["train"] for log in logs(plain_out, scan_out))
-    np.testing.assert_allclose(of_scan, losses, rtol=1e-4)
-    plain, scan = saved(plain_out), saved(scan_out)
-    assert set(scan) == set(plain)
-    stacked = arrays(scan_out)["model.blocks.rest.att.receptance.weight"]
-    np.testing.assert_array_equal(scan["blocks.2.att.receptance.weight"], stacked[1])
-    with pytest.raises(SystemExit, match="was made with scan True, not False"):
-        train.main([*given, f"--out={scan_out}", "--resume"])
-
-
-@pytest.mark.slow
-@needs_devices
 @pytest.mark.parametrize("axes", ["model=2,data=2", "model=2,seq=2"])
 def test_training_keeps_everything_where_it_is(
     train: ModuleType, options: list[str], axes: str
@@ -155,22 +131,23 @@ def test_training_keeps_everything_where_it_is(
     except the sums of a layer."""
     steps = importlib.import_module("training.steps")
     args = train.options.parse([*options, f"--mesh={axes}"])
-    mesh, model = train.prepare(args)
-    optimizer = nnx.Optimizer(model, train.loop.make_optimizer(args, mesh.size), wrt=nnx.Param)
-    state = steps.variables(model, optimizer)
-    places = {name: x[...].sharding for name, x in state.items()}
-    for name in ("model", "optimizer.1.mu.params", "optimizer.1.nu.params"):
+    model, _ = train.prepare(args)
+    mesh, optimizer = model.mesh, train.loop.make_optimizer(args, model.mesh.size)
+    shapes = steps.state_shapes(model, optimizer)
+    state = steps.initial_state(model, optimizer, shapes, seed=args.seed)
+    places = {name: x.sharding for name, x in steps.named(state).items()}
+    for name in ("model", "optimizer.1.mu", "optimizer.1.nu"):
         place = places[f"{name}.blocks.0.att.receptance.weight"]
         assert place.is_equivalent_to(NamedSharding(mesh, P("model", "data")), 2)
-    given = model, optimizer, steps.Copies(mesh, model)
     batch = train.data.Batch(np.zeros((2, 17), np.int32))
-    text = steps.train_step.lower(*given, batch, mesh).compile().as_text()
+    step = steps.train_step(model, optimizer, shapes, 0.0)
+    text = step.lower(state, batch).compile().as_text()
     allowed = {"all-gather", "all-reduce", "reduce-scatter"}
     allowed |= {"collective-permute"} if "seq" in axes else set()
     assert {"all-reduce"} <= hlo.collectives(text) <= allowed
-    steps.train_step(*given, batch, mesh)
-    for name, x in state.items():
-        assert x.ndim == 0 or x[...].sharding.is_equivalent_to(places[name], x.ndim), name
+    state, _ = step(state, batch)
+    for name, x in steps.named(state).items():
+        assert x.sharding.is_equivalent_to(places[name], x.ndim), name
 
 
 def test_joined_gradients_give_the_same_updates(
@@ -281,6 +258,7 @@ def test_detached_pieces_do_not_learn_from_later_ones(long_context: ModuleType) 
 def task_options(tmp_path: Path) -> list[str]:
     given = {"task": "reverse", "longest": 4, "layers": 1, "width": 32, "head-size": 16}
     given |= {"steps": 4, "batch": 2, "context": 16, "eval-bytes": 64, "judge": 3, "out": tmp_path}
+    given |= {"cache": "none"}
     return [f"--{name}={x}" for name, x in given.items()]
 
 
@@ -369,8 +347,8 @@ def test_start_from_a_model(
         for module in (rwkv7, rwkv6)
     )
     models.save(path, params)
-    _, model = train.prepare(train.options.parse([option, "--size=0.1b"]))
-    jax.tree.map(np.testing.assert_array_equal, flax.arrays(model.params), params)
+    _, given = train.prepare(train.options.parse([option, "--size=0.1b"]))
+    jax.tree.map(np.testing.assert_array_equal, given, params)
 
     for refused, what in (
         (models.quantize(params), "RWKV-7 with 256 different tokens, quantised"),

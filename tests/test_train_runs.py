@@ -4,17 +4,23 @@ where they are damaged or cannot be written.
 Most runs here have steps that compute nothing.
 """
 
+import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 from unittest.mock import Mock
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from support import checkpoints, scripts
@@ -25,8 +31,10 @@ RESULTS = {"model.safetensors", "log.json", "loss.png"}
 
 
 def without_computing(train: ModuleType, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(train.loop, "bound_train_step", lambda *_: lambda _: 9.0)
-    patch.setattr(train.loop, "evaluate", lambda *_: 5.0)
+    step: Future[Any] = Future()
+    step.set_result(lambda state, _: (state, jnp.float32(9.0)))
+    patch.setattr(train.loop, "compiled_step", lambda *_: step)
+    patch.setattr(train.loop, "evaluation", lambda *_: lambda _: 5.0)
     patch.setattr(train.report, "speed", lambda *_: "")
     patch.setattr(train.report, "sample", lambda *_: "")
     patch.setattr(train.report, "plot", lambda path, _: path.touch())
@@ -37,7 +45,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     text = tmp_path_factory.mktemp("data") / "text"
     text.write_bytes(b"the quick brown fox\n" * 100)
     given = {"layers": 1, "width": 32, "head-size": 16, "steps": 4, "batch": 2, "context": 16}
-    given |= {"eval-bytes": 48, "save-every": 1}
+    given |= {"eval-bytes": 48, "save-every": 1, "cache": "none"}
     return [f"--data={text}", *(f"--{name}={x}" for name, x in given.items())]
 
 
@@ -195,6 +203,8 @@ def test_failed_save(
     out, kept = tmp_path / "out", tmp_path / "kept"
 
     def replace_by_a_file() -> None:
+        while not (out / "checkpoint.2").exists():
+            time.sleep(0.01)
         out.rename(kept)
         out.touch()
 
@@ -310,3 +320,69 @@ def test_model_is_written_first(
     with pytest.raises(RuntimeError, match="no text"):
         run(tmp_path)
     assert "model.safetensors" in names(tmp_path)
+
+
+def test_losses_are_read_late(
+    train: ModuleType, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss is read when three later steps have been started, and in the end all are."""
+    events: list[tuple[str, int]] = []
+
+    class Loss:
+        def __init__(self):
+            self.step = sum(event == "started" for event, _ in events)
+            events.append(("started", self.step))
+
+        def copy_to_host_async(self) -> None:
+            pass
+
+        def __float__(self) -> float:
+            events.append(("read", self.step))
+            return 1.0 + self.step
+
+    step: Future[Any] = Future()
+    step.set_result(lambda state, _: (state, Loss()))
+    monkeypatch.setattr(train.loop, "compiled_step", lambda *_: step)
+    run(tmp_path, "--steps=8", "--save-every=8")
+    for i in range(4):
+        assert events.index(("read", i)) == events.index(("started", i + 3)) + 1
+    log = json.loads((tmp_path / "log.json").read_text())
+    assert log["train"] == [1.0 + i for i in range(8)]
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(
+    train: ModuleType, run: Run, at_step: AtStep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = train.outputs.checkpoints
+    third_step, write, waited = threading.Event(), checkpoints._write, []
+
+    def write_later(*arguments: Any) -> int:
+        waited.append(third_step.wait(timeout=30))
+        return write(*arguments)
+
+    monkeypatch.setattr(checkpoints, "_write", write_later)
+    at_step(2, third_step.set)
+    run(tmp_path, "--save-every=2")
+    assert waited == [True, True]
+    assert checkpoints.newest(tmp_path) == 4
+
+
+@pytest.mark.slow
+def test_compiled_programs_are_kept(options: list[str], tmp_path: Path) -> None:
+    """A second process compiles nothing before its second step."""
+    script, cache = Path(scripts.SCRIPTS) / "train.py", tmp_path / "cache"
+    found = []
+    for name in ("first", "second"):
+        run = subprocess.run(
+            [sys.executable, script, *options, f"--cache={cache}", f"--out={tmp_path / name}"],
+            env=os.environ | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"},
+            capture_output=True,
+            text=True,
+        )
+        assert run.returncode == 0, run.stderr
+        counts = re.search(r"(\d+) programs were in the cache and (\d+) were not", run.stdout)
+        assert counts, run.stdout
+        found.append([int(count) for count in counts.groups()])
+    (cached, compiled), again = found
+    assert compiled > cached == 0
+    assert again == [compiled, 0]

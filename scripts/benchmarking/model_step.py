@@ -48,7 +48,6 @@ class Settings:
       tokens: the length of a sequence (T).
       vocabulary: the number of different tokens.
       model: the arguments of the model by name: `dtype`, `kernels` and any other one.
-      scan: whether the parameters and their moments have the stacked form of `rwkv7.stacked`.
       l2_wrap: the factor of the L2 wrap of RWKV-LM, which is 1e-4 there; 0 leaves it out.
       steps: how many steps are timed together.
       repeats: how often they are timed. The median counts.
@@ -61,7 +60,6 @@ class Settings:
     tokens: int
     vocabulary: int
     model: Mapping[str, Any]
-    scan: bool = False
     l2_wrap: float = 0.0
     steps: int = 10
     repeats: int = 3
@@ -95,8 +93,6 @@ def make_optimizer(learning_rate: float, warmup: int, steps: int, weight_decay: 
     """The optimizer of train.py, which needs optax. Where optax is not installed, it is an AdamW of
     the same cost without a schedule, for timing alone."""
     try:
-        import optax
-
         from training import optimizer
     except ImportError:
         return _adamw(learning_rate, weight_decay)
@@ -106,11 +102,7 @@ def make_optimizer(learning_rate: float, warmup: int, steps: int, weight_decay: 
         )
     )
 
-    def update(gradients: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        updates, state = transformation.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return Optimizer(transformation.init, update)
+    return Optimizer(transformation.init, functools.partial(optimizer.updated, transformation))
 
 
 def _adamw(rate: float, decay: float, b1: float = 0.9, b2: float = 0.99) -> Optimizer:
@@ -208,8 +200,7 @@ def measure(row: Row, settings: Settings) -> list[Figures]:
     largest number of bytes in use counts all that the process has done until then, so each row
     needs a process of its own."""
     config = rwkv7.Config(row.layers, row.width, vocab_size=settings.vocabulary)
-    official = jax.eval_shape(lambda: rwkv7.init(jax.random.key(0), config))
-    shapes = jax.eval_shape(rwkv7.stacked, official) if settings.scan else official
+    shapes = jax.eval_shape(lambda: rwkv7.init(jax.random.key(0), config))
     optimizer = make_optimizer(1e-5, 10, 1000, 0.1)
     state_of = functools.partial(initial_state, optimizer, settings.model)
     state_shapes = jax.eval_shape(state_of, shapes)
@@ -218,9 +209,7 @@ def measure(row: Row, settings: Settings) -> list[Figures]:
     about = {**row._asdict(), "device": jax.devices()[0].device_kind, "jax": jax.__version__}
 
     training, compiled = _compiled(step, state_shapes, token_shapes)
-    params, tokens = random_parameters(official), make_tokens(settings, row.batch)
-    if settings.scan:
-        params = jax.jit(rwkv7.stacked)(params)
+    params, tokens = random_parameters(shapes), make_tokens(settings, row.batch)
     flops = flops_per_token(params) * row.batch * settings.tokens
     state = jax.jit(state_of, donate_argnums=0)(params)
     loss = jnp.zeros(())

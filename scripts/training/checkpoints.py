@@ -2,20 +2,22 @@
 checksums of all files."""
 
 import contextlib
+import functools
 import hashlib
 import json
 import logging
 import os
 import shutil
 import sys
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeAlias, TypedDict
+from types import TracebackType
+from typing import Any, Self, TypeAlias, TypedDict
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
-from flax import nnx
 
 RECORD = "record.json"
 
@@ -50,22 +52,74 @@ def steps(folder: Path) -> list[int]:
     return sorted((int(x) for x in names if x.isdecimal() and x == str(int(x))), reverse=True)
 
 
-def save(
-    folder: Path, state: dict[str, nnx.Variable], options: Options, log: Log, before: int
-) -> int:
-    """Write the checkpoint of all steps in `log`, and return their number.
+class Saver:
+    """A context in which checkpoints of a run are written to `folder`, and all of them are there at
+    its end. The run began after `saved` steps.
 
-    The checkpoint of the run after `before` steps is kept, and all others are removed. A checkpoint
-    gets its name when it is complete. The program exits where it cannot be written.
+    A thread writes the checkpoint while training goes on. With several processes, which wait for
+    each other to write one, `save` returns when it is written.
     """
-    step = len(log["train"])
+
+    def __init__(self, folder: Path, options: Options, saved: int):
+        self._folder, self._options, self._saved = folder, options, saved
+        self._pool = ThreadPoolExecutor(1)
+        self._writing: Future[int] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._pool.shutdown(wait=error is None)
+        if error is None:
+            self._wait()
+
+    def check(self) -> None:
+        """The program exits if a checkpoint could not be written."""
+        if self._writing is not None and self._writing.done():
+            self._wait()
+
+    def _wait(self) -> None:
+        if self._writing is not None:
+            self._saved = self._writing.result()
+            self._writing = None
+
+    def save(self, arrays: Mapping[str, jax.Array], log: Log) -> None:
+        """Begin to write the checkpoint of all steps in `log`, when the one before is written. The
+        arrays are no longer needed when this returns.
+
+        The checkpoint before this one is kept, and all others are removed. A checkpoint gets its
+        name when it is complete. The program exits where the one before could not be written.
+        """
+        self._wait()
+        step, record = len(log["train"]), json.dumps({"options": self._options, "log": log})
+        write = functools.partial(_write, self._folder, step, record, self._saved)
+        if jax.process_count() > 1:
+            self._saved = write(arrays)
+            return
+        for x in arrays.values():
+            x.copy_to_host_async()
+        # On a CPU the arrays of NumPy would otherwise be those of JAX, which the next step changes.
+        copy = jax.default_backend() == "cpu"
+        values = {name: np.array(x, copy=copy or None) for name, x in arrays.items()}
+        self._writing = self._pool.submit(write, values)
+
+
+def _write(
+    folder: Path, step: int, record: str, before: int, values: Mapping[str, jax.Array | np.ndarray]
+) -> int:
+    """Write the checkpoint after so many steps, and return their number. The one after `before`
+    steps is kept."""
     unfinished, whole = folder / "unfinished", path(folder, step)
-    values = {name: x[...] for name, x in state.items()}
     try:
         with _checkpointer() as checkpointer:
             checkpointer.save(unfinished.absolute(), values, force=True)
         if jax.process_index() == 0:
-            (unfinished / RECORD).write_text(json.dumps({"options": options, "log": log}))
+            (unfinished / RECORD).write_text(record)
             (unfinished / SUMS).write_text(_sums(unfinished))
             # A checkpoint of that name is damaged, or of a run that --force replaces.
             shutil.rmtree(whole, ignore_errors=True)
@@ -97,10 +151,13 @@ def newest(folder: Path) -> int:
     sys.exit(f"{folder} has no whole checkpoint; --force instead of --resume starts anew")
 
 
-def load(folder: Path, step: int, state: dict[str, nnx.Variable], options: Options) -> Log:
-    """Set each variable, where it is on the mesh, and return the log.
+def load(
+    folder: Path, step: int, shapes: Mapping[str, jax.ShapeDtypeStruct], options: Options
+) -> tuple[dict[str, jax.Array], Log]:
+    """The arrays, where the shapes of the same names say, and the log.
 
-    The program exits where the options of the checkpoint are not `options`.
+    The program exits where the options of the checkpoint are not `options`, or its arrays have
+    other names.
     """
     checkpoint = path(folder, step)
     record = json.loads((checkpoint / RECORD).read_text())
@@ -108,11 +165,13 @@ def load(folder: Path, step: int, state: dict[str, nnx.Variable], options: Optio
         if (before := record["options"].get(name)) != value:
             sys.exit(f"{checkpoint} was made with {name} {before}, not {value}")
     with _checkpointer() as checkpointer:
-        places = {name: x[...] for name, x in state.items()}
-        values = checkpointer.restore(checkpoint.absolute(), places)
-    for name, x in state.items():
-        x[...] = values[name]
-    return record["log"]
+        metadata: Any = checkpointer.metadata(checkpoint.absolute()).item_metadata
+        if other := {*metadata.tree} ^ {*shapes}:
+            sys.exit(
+                f"{checkpoint} is of another version of this script: its arrays and those of this "
+                f"version differ in {min(other)}; accepted is --force, which starts anew"
+            )
+        return checkpointer.restore(checkpoint.absolute(), dict(shapes)), record["log"]
 
 
 @contextlib.contextmanager

@@ -22,8 +22,7 @@ def rounded(params: Tree, dtype: DTypeLike) -> Tree:
 
     def copy(path: KeyPath, x: Array) -> Array | None:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        rank = x.ndim - name.startswith("blocks.rest.")
-        multiplies = name.startswith("blocks.") and rank == 2 and not name.endswith(".r_k")
+        multiplies = name.startswith("blocks.") and x.ndim == 2 and not name.endswith(".r_k")
         return x.astype(dtype) if multiplies and x.dtype != dtype else None
 
     return jax.tree_util.tree_map_with_path(copy, params)

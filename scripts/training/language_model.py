@@ -1,20 +1,43 @@
 """The model on a mesh, and its loss."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from rwkv_jax.losses import cross_entropy
 from rwkv_jax.models import Kernels, rwkv7
-from rwkv_jax.nn.flax import RWKV, arrays, parameters
 from rwkv_jax.sharding import shard
 from rwkv_jax.wkv7 import wkv7
 from training.copies import in_place
 from training.data import Batch
-from training.devices import place
+
+
+class Model(NamedTuple):
+    """All of a model but its parameters.
+
+    Attributes:
+      config: its sizes.
+      mesh: the devices.
+      dtype: the dtype of the activations.
+      kernels: the kernels that compute it.
+      recompute: what the backward pass computes again.
+    """
+
+    config: rwkv7.Config
+    mesh: Mesh
+    dtype: str
+    kernels: Kernels
+    recompute: rwkv7.Recompute | None
+
+    def shapes(self) -> rwkv7.Params:
+        """The shapes of its parameters."""
+        return jax.eval_shape(lambda: rwkv7.init(jax.random.key(0), self.config))
+
+    def shardings(self, params: rwkv7.Params) -> Any:
+        """Where the parameters are, or arrays of their shapes."""
+        return rwkv7.shardings(params, self.mesh, data="data", model="model")
 
 
 def make_model(
@@ -23,38 +46,21 @@ def make_model(
     *,
     dtype: str,
     implementation: str | None,
-    seed: int,
-    scan: bool = False,
     recompute: rwkv7.Recompute | None = None,
-    params: rwkv7.Params | None = None,
-) -> RWKV:
-    """The model with `params`, or with initial ones from the seed, which are distributed over the
-    mesh; with `scan` they have the stacked form."""
+) -> Model:
+    """The model, with the kernels for its mesh."""
     kernels = Kernels(implementation)
     if mesh.size > 1:
         sequence = "seq" if mesh.shape["seq"] > 1 else None
         wkv = shard(wkv7, mesh, batch="data", heads="model", sequence=sequence)
         # The CUDA kernels of the layer functions would gather the tokens of a row.
         kernels = Kernels(implementation, layers="xla" if sequence else None, wkv=wkv)
-    model = RWKV(
-        config,
-        params=params,
-        dtype=dtype,
-        kernels=kernels,
-        recompute=recompute,
-        rngs=nnx.Rngs(seed) if params is None else None,
-    )
-    params = arrays(model.params)
-    if scan:
-        params = rwkv7.stacked(params)
-    shardings = rwkv7.shardings(params, mesh, data="data", model="model")
-    model.params = parameters(jax.tree.map(place, params, shardings))
-    return model
+    return Model(config, mesh, dtype, kernels, recompute)
 
 
 def mean_loss(
-    mesh: Mesh,
-    model: RWKV,
+    model: Model,
+    params: rwkv7.Params,
     batch: Batch,
     *,
     copies: Any = None,
@@ -63,11 +69,11 @@ def mean_loss(
     """The mean loss of the predictions that count, in nats. `copies` are those of
     `training.copies` that are used in place of parameters. `l2_wrap` is that of
     `cross_entropy`."""
+    mesh = model.mesh
     inputs, labels, mask, segment_ids = jax.lax.with_sharding_constraint(
         (batch.tokens[:, :-1], batch.tokens[:, 1:], batch.mask, batch.segment_ids),
         NamedSharding(mesh, P("data", "seq")),
     )
-    params = arrays(model.params)
     if copies is not None:
         params = in_place(params, copies)
     # Each parameter is gathered to compute with it, and its gradient is scattered.

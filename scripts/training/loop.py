@@ -1,81 +1,132 @@
 """The training loop."""
 
 import argparse
+import collections
 import time
+from concurrent import futures
+from concurrent.futures import Future
 
 import jax
 import numpy as np
-from flax import nnx
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
-from rwkv_jax.nn.flax import RWKV
-from training import checkpoints, report
-from training.data import Source
-from training.devices import place
+from rwkv_jax.models import rwkv7
+from training import checkpoints, report, steps
+from training.ahead import Ahead
+from training.clocks import Clock, Start
+from training.data import Batch, Source
 from training.interruption import Interruption
+from training.language_model import Model
 from training.optimizer import make_optimizer
-from training.steps import bound_train_step, evaluate, on_mesh, variables
+from training.steps import Step, compiled_step, evaluation
+
+IN_FLIGHT = 3
+"""How many steps the device has been given beyond the last one whose loss is known."""
 
 
 def train(
     args: argparse.Namespace,
-    mesh: Mesh,
-    model: RWKV,
+    model: Model,
     source: Source,
     options: checkpoints.Options,
+    start: Start,
+    *,
     saved: int = 0,
-) -> checkpoints.Log | None:
-    """Train on `source` and return the log of the finished run, or None after Ctrl-C.
+    params: rwkv7.Params | None = None,
+) -> tuple[checkpoints.Log, rwkv7.Params] | None:
+    """Train on `source` and return the log of the finished run and the parameters, or None after
+    Ctrl-C.
 
     `options` go into the checkpoints. The run goes on from the checkpoint after `saved` steps, if
-    these are not 0.
+    these are not 0, and otherwise begins with `params`, or with initial ones if these are None.
+
+    The device never waits for the next step: losses are read some steps late, one thread makes the
+    next batch, and another one writes checkpoints.
     """
-    optimizer = nnx.Optimizer(model, make_optimizer(args, mesh.size), wrt=nnx.Param)
-    state = variables(model, optimizer)
-    for x in state.values():
-        if x.ndim == 0:  # counts; every other variable already is where its parameter is
-            x[...] = place(x[...], NamedSharding(mesh, P()))
     log: checkpoints.Log = {"train": [], "held_out": [], "ngrams": dict(source.ngrams)}
-    if saved:
-        log = checkpoints.load(args.out, saved, state, options)
-        print(f"Continuing after step {saved}")
-    step = bound_train_step(mesh, model, optimizer, args.l2_wrap)
-    done = first = saved
-    stopped = False
-    tokens = args.batch * args.context
+    optimizer = make_optimizer(args, model.mesh.size)
+    shapes = steps.state_shapes(model, optimizer)
+    evaluate = evaluation(model, source.held_out, args.batch)
+    tokens, done, stopped = args.batch * args.context, saved, False
+    clock, in_flight = Clock(), collections.deque[jax.Array]()
     began = time.perf_counter()
-    times = []
-    progress = tqdm(
-        desc="training",
-        unit="tok",
-        unit_scale=True,
-        total=args.steps * tokens,
-        initial=first * tokens,
-        disable=jax.process_index() > 0,
-    )
-    with Interruption() as interruption, progress as bar:
-        while done < args.steps and not stopped:
-            start = time.perf_counter()
-            batch = on_mesh(source.batch(done), mesh)
-            loss = step(batch)
-            log["train"].append(float(loss))
-            times.append(time.perf_counter() - start)
+
+    def make(step: int) -> Batch:
+        return steps.on_mesh(source.batch(step), model.mesh)
+
+    with (
+        Interruption() as interruption,
+        Ahead(make, range(saved, args.steps)) as batches,
+        checkpoints.Saver(args.out, options, saved) as saver,
+    ):
+        batch = batches.take()
+        start.part("data")
+        compiling: Future[Step] = Future()
+        if batch is not None:
+            compiling = compiled_step(model, optimizer, shapes, batch, args.l2_wrap, start)
+        if saved:
+            arrays, log = checkpoints.load(args.out, saved, steps.named(shapes), options)
+            state = steps.restored(model, shapes, arrays)
+            print(f"Continuing after step {saved}")
+        else:
+            state = steps.initial_state(model, optimizer, shapes, seed=args.seed, params=params)
+        jax.block_until_ready(state)
+        start.part("initial state, while it compiles")
+        if batch is not None:
+            futures.wait([compiling])
+            start.part("compile")
+        bar = tqdm(
+            desc="training",
+            unit="tok",
+            unit_scale=True,
+            total=args.steps * tokens,
+            initial=saved * tokens,
+            disable=jax.process_index() > 0,
+        )
+
+        def read(but: int) -> None:
+            """Read the losses of all steps but the last ones, which may be so many."""
+            while len(in_flight) > but:
+                log["train"].append(float(in_flight.popleft()))
+                recent = f"loss {np.mean(log['train'][-20:]):.3f}"
+                held = f", held out {log['held_out'][-1][1]:.3f}" if log["held_out"] else ""
+                bar.set_postfix_str(recent + held, refresh=False)
+                bar.update(tokens)
+                if (known := len(log["train"]) - saved) == 1:
+                    start.part("first step")
+                    clock.go()
+                elif known == 2:
+                    start.part("second step")
+                    if not bar.disable:
+                        bar.write(str(start))
+
+        while batch is not None and not stopped:
+            state, loss = compiling.result()(state, batch)
+            loss.copy_to_host_async()
+            in_flight.append(loss)
             done += 1
-            if done % args.eval_every == 0 or done == args.steps:
-                log["held_out"].append([done, evaluate(mesh, model, source.held_out, args.batch)])
-            recent = f"loss {np.mean(log['train'][-20:]):.3f}"
-            held = f", held out {log['held_out'][-1][1]:.3f}" if log["held_out"] else ""
-            bar.set_postfix_str(recent + held, refresh=False)
-            bar.update(tokens)
-            stopped = interruption.in_any_process()
-            if done % args.save_every == 0 or done == args.steps or stopped:
-                saved = checkpoints.save(args.out, state, options, log, saved)
+            read(IN_FLIGHT)
+            saver.check()
+            stopped = interruption.in_any_process(done)
+            last = done == args.steps
+            evaluates = done % args.eval_every == 0 or last
+            saves = done % args.save_every == 0 or last or stopped
+            if evaluates or saves:
+                read(0)
+                clock.stop()
+                if evaluates:
+                    log["held_out"].append([done, evaluate(state.params)])
+                if saves:
+                    saver.save(steps.named(state), log)
+                clock.go()
+            if not stopped:
+                batch = batches.take()
+    bar.close()
     if stopped:
         print(f"Interrupted after step {done}; --resume continues from {args.out}")
         return None
-    print(f"Trained {done - first} steps in {time.perf_counter() - began:.0f} s")
-    if times[1:]:
-        print(report.speed(mesh, model, tokens * len(times[1:]) / sum(times[1:]), args.peak))
-    return log
+    print(f"Trained {done - saved} steps in {time.perf_counter() - began:.0f} s")
+    if done - saved > 1:
+        rate = tokens * (done - saved - 1) / clock.seconds
+        print(report.speed(model.mesh, state.params, rate, args.peak))
+    return log, state.params

@@ -2,6 +2,7 @@
 
 import argparse
 import operator
+from typing import Any
 
 import jax
 import optax
@@ -33,3 +34,11 @@ def make_optimizer(args: argparse.Namespace, devices: int = 1) -> optax.Gradient
         ),
         optax.scale_by_learning_rate(schedule),
     )
+
+
+def updated(
+    optimizer: optax.GradientTransformation, gradients: Any, state: Any, params: Any
+) -> tuple[Any, Any]:
+    """The next parameters, and the next state of the optimizer."""
+    updates, state = optimizer.update(gradients, state, params)
+    return optax.apply_updates(params, updates), state

@@ -14,6 +14,7 @@ from rwkv_jax import models
 from rwkv_jax.generation import Sampling
 from rwkv_jax.models import rwkv7
 from training.checkpoints import Options
+from training.compilation import default_cache
 from training.devices import AXES
 from training.tasks import TASKS
 
@@ -38,7 +39,7 @@ MAY_CHANGE = {
     "peak",
     "recompute",
 }
-MAY_CHANGE |= {"judge", "mesh", "coordinator", "processes", "process"}
+MAY_CHANGE |= {"judge", "cache", "mesh", "coordinator", "processes", "process"}
 """Options that a resumed run need not share with the interrupted one."""
 
 
@@ -111,6 +112,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--width", type=positive, help="width, instead of that of --size")
     add("--head-size", type=positive, help="head size, instead of that of --size")
     add(
+        "--vocabulary",
+        type=accepting(int, lambda x: 256 <= x < 2**31, "an integer from 256 to 2^31 - 1"),
+        default=VOCABULARY,
+        help="tokens of the embedding and the head, of which the data has the 256 bytes",
+    )
+    add(
         "--model",
         type=filled,
         help="a checkpoint of RWKV-7 to start from, whose sizes replace that of --size",
@@ -151,11 +158,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="save memory: the backward pass computes again the mixes of tokens, what is cheap, or "
         "whole blocks",
     )
-    add(
-        "--scan",
-        action="store_true",
-        help="compile one block for all but the first; a checkpoint resumes with the same choice",
-    )
     add("--learning-rate", type=not_negative, default=4e-3, help="learning rate at its peak")
     add("--warmup", type=natural, default=50, help="steps until the peak of the learning rate")
     add("--weight-decay", type=not_negative, default=0.1, help="weight decay of matrices")
@@ -170,6 +172,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--eval-bytes", type=count, default=65536, help="held-out bytes that are predicted")
     add("--save-every", type=positive, default=500, help="steps between checkpoints")
     add("--out", type=path, default=Path("out/train"), help="output folder")
+    add(
+        "--cache",
+        type=path,
+        default=default_cache(),
+        help="folder of compiled programs, which later runs read; 'none' is no folder",
+    )
     earlier = parser.add_mutually_exclusive_group()
     earlier.add_argument(
         "--resume", action="store_true", help="continue from the newest checkpoint in --out"
@@ -204,8 +212,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.task and args.data:
         parser.error("--data and --task exclude each other")
-    if args.model and (args.layers or args.width or args.head_size):
-        parser.error("--model excludes --layers, --width and --head-size")
+    if args.model and (
+        args.layers or args.width or args.head_size or args.vocabulary != VOCABULARY
+    ):
+        parser.error("--model excludes --layers, --width, --head-size and --vocabulary")
     if not args.model:
         try:
             config(args)
@@ -237,6 +247,7 @@ def config(args: argparse.Namespace) -> rwkv7.Config:
             )
         return config
     sizes = {"num_layers": args.layers, "hidden_size": args.width, "head_size": args.head_size}
+    sizes["vocab_size"] = args.vocabulary
     return dataclasses.replace(SIZES[args.size], **{n: s for n, s in sizes.items() if s})
 
 

@@ -8,27 +8,28 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import matplotlib
 import numpy as np
 from jax.sharding import Mesh
 
 from rwkv_jax import generation
 from rwkv_jax.models import Kernels, rwkv7
-from rwkv_jax.nn.flax import RWKV, arrays
 from training.checkpoints import Log
 from training.sizes import flops_per_token
 from training.tasks import Answer
 
 
-def speed(mesh: Mesh, model: RWKV, tokens_per_second: float, peak: float | None) -> str:
+def speed(mesh: Mesh, params: rwkv7.Params, tokens_per_second: float, peak: float | None) -> str:
     """Tokens and operations per second, and which share of `peak` TFLOP/s each device reaches."""
-    teraflops = tokens_per_second * flops_per_token(arrays(model.params)) / 1e12
+    teraflops = tokens_per_second * flops_per_token(params) / 1e12
     share = f", {teraflops / mesh.size / peak:.1%} of the peak" if peak else ""
     return f"{tokens_per_second:,.0f} tokens/s after the first step, {teraflops:.3g} TFLOP/s{share}"
 
 
 def plot(path: Path, log: Log) -> None:
     """Write a plot of all losses to `path`."""
+    # Imported here, because it would take a part of a second of the start.
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -63,7 +64,8 @@ def sample(args: argparse.Namespace, params: rwkv7.Params) -> str:
         dtype=args.dtype,
         kernels=Kernels(args.implementation),
     )
-    return (prompt + bytes(new.tokens[0])).decode(errors="replace")
+    # With a larger vocabulary there are tokens that are no bytes.
+    return (prompt + bytes(x for x in new.tokens[0] if x < 256)).decode(errors="replace")
 
 
 def answering(args: argparse.Namespace, params: rwkv7.Params) -> Answer:

@@ -1,13 +1,6 @@
 """How large a model is: its parameters, and the operations of training it."""
 
-import jax
-
 from rwkv_jax.models import rwkv7
-
-
-def rank(name: str, x: jax.Array) -> int:
-    """The rank of a parameter in its block: the stacked form of `rwkv7.stacked` adds an axis."""
-    return x.ndim - ("blocks.rest." in name)
 
 
 def size(params: rwkv7.Params) -> int:
@@ -26,7 +19,7 @@ def flops_per_token(params: rwkv7.Params) -> int:
     matrices = sum(
         x.size
         for name, x in named.items()
-        if rank(name, x) == 2 and not name.startswith("emb.") and not name.endswith(".r_k")
+        if x.ndim == 2 and not name.startswith("emb.") and not name.endswith(".r_k")
     )
     states = sum(x.size * x.shape[-1] for name, x in named.items() if name.endswith(".r_k"))
     return 6 * (matrices + 4 * states)

@@ -2,112 +2,172 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
-from flax import nnx
+import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from rwkv_jax.nn.flax import RWKV, arrays
+from rwkv_jax.models import rwkv7
 from training import copies
+from training.clocks import Start
 from training.data import Batch
 from training.devices import place
-from training.language_model import mean_loss
+from training.language_model import Model, mean_loss
+from training.optimizer import updated
 
 
-def variables(model: RWKV, optimizer: nnx.Optimizer) -> dict[str, nnx.Variable]:
-    """Everything that a training step changes, by name."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(
-        {"model": model.params, "optimizer": optimizer.opt_state, "step": optimizer.step},
-        is_leaf=lambda x: isinstance(x, nnx.Variable),
-    )
-    return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
+class State(NamedTuple):
+    """Everything that a training step changes.
 
-
-class Copies(nnx.Module):
-    """The copies of `training.copies` that steps compute with, from the parameters that `model` has
-    now.
-
-    Several devices have none: gradients are added up over devices, and those of copies are rounded.
+    Attributes:
+      params: the parameters.
+      optimizer: the state of the optimizer.
+      copies: the copies of `training.copies` that steps compute with, or None. Several devices have
+        none: gradients are added up over devices, and those of copies are rounded.
     """
 
-    def __init__(self, mesh: Mesh, model: RWKV):
-        made = None
-        if mesh.size == 1:
-            made = jax.jit(copies.rounded, static_argnums=1)(arrays(model.params), model.dtype)
-        self.tree = nnx.data(jax.tree.map(nnx.Variable, made))
-
-    def round(self, model: RWKV) -> None:
-        """Make them anew."""
-        if self.tree is not None:
-            made = copies.rounded(arrays(model.params), model.dtype)
-            for variable, x in zip(_variables(self.tree), jax.tree.leaves(made), strict=True):
-                variable[...] = x
+    params: rwkv7.Params
+    optimizer: optax.OptState
+    copies: Any
 
 
-def _variables(tree: Any) -> list[nnx.Variable]:
-    return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
+def state_of(model: Model, params: rwkv7.Params, optimizer: optax.OptState) -> State:
+    """The state with copies of the parameters."""
+    made = copies.rounded(params, model.dtype) if model.mesh.size == 1 else None
+    return State(params, optimizer, made)
 
 
-@functools.partial(nnx.jit, static_argnums=(4, 5), donate_argnums=(0, 1, 2))
+def _initial(model: Model, optimizer: optax.GradientTransformation, params: Any) -> State:
+    return state_of(model, params, optimizer.init(params))
+
+
+def state_shapes(model: Model, optimizer: optax.GradientTransformation) -> State:
+    """The shapes of a state, and where its arrays are on the mesh."""
+    shapes = jax.eval_shape(functools.partial(_initial, model, optimizer), model.shapes())
+    whole = NamedSharding(model.mesh, P())
+
+    def is_params(x: Any) -> bool:
+        return isinstance(x, rwkv7.Params)
+
+    def places(tree: Any) -> Any:
+        return jax.tree.map(
+            lambda x: model.shardings(x) if is_params(x) else whole, tree, is_leaf=is_params
+        )
+
+    # Moments are where their parameters are. Only one device has copies.
+    copied = jax.tree.map(lambda _: whole, shapes.copies)
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        shapes,
+        State(places(shapes.params), places(shapes.optimizer), copied),
+    )
+
+
+def _places(shapes: Any) -> Any:
+    return jax.tree.map(lambda x: x.sharding, shapes)
+
+
+def initial_state(
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    shapes: State,
+    *,
+    seed: int,
+    params: rwkv7.Params | None = None,
+) -> State:
+    """The state before the first step, with `params`, or with initial parameters from the seed. It
+    is made by one program, where `shapes` say."""
+    initial = functools.partial(_initial, model, optimizer)
+    places = _places(shapes)
+    if params is not None:
+        given = jax.tree.map(place, params, places.params)
+        return jax.jit(initial, donate_argnums=0, out_shardings=places)(given)
+
+    def new(seed: jax.Array) -> State:
+        # The key that Flax NNX makes of a seed.
+        key = jax.random.fold_in(jax.random.key(seed), 0)
+        return initial(rwkv7.init(key, model.config))
+
+    return jax.jit(new, out_shardings=places)(np.uint32(seed))
+
+
+def named(state: State) -> dict[str, Any]:
+    """The arrays of a state that checkpoints have, by name."""
+    return rwkv7.names({"model": state.params, "optimizer": state.optimizer})
+
+
+def restored(model: Model, shapes: State, arrays: dict[str, jax.Array]) -> State:
+    """The state of which `named` gives these arrays."""
+    structure = jax.tree.structure((shapes.params, shapes.optimizer))
+    params, optimizer = jax.tree.unflatten(structure, [arrays[name] for name in named(shapes)])
+    return jax.jit(functools.partial(state_of, model), donate_argnums=(0, 1))(params, optimizer)
+
+
 def train_step(
-    model: RWKV,
-    optimizer: nnx.Optimizer,
-    own: Copies,
+    model: Model, optimizer: optax.GradientTransformation, shapes: State, l2_wrap: float
+) -> Any:
+    """The jitted training step: from a state and a batch to the next state, which is where `shapes`
+    say, and the mean loss before the change. The arrays of the given state are deleted."""
+
+    def step(state: State, batch: Batch) -> tuple[State, jax.Array]:
+        def loss(params: rwkv7.Params) -> jax.Array:
+            return mean_loss(model, params, batch, copies=state.copies, l2_wrap=l2_wrap)
+
+        loss_before, gradients = jax.value_and_grad(loss)(state.params)
+        params, moments = updated(optimizer, gradients, state.optimizer, state.params)
+        return state_of(model, params, moments), loss_before
+
+    return jax.jit(step, donate_argnums=0, out_shardings=(_places(shapes), None))
+
+
+Step: TypeAlias = Callable[[State, Batch], tuple[State, jax.Array]]
+
+
+def compiled_step(
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    shapes: State,
     batch: Batch,
-    mesh: Mesh,
-    l2_wrap: float = 0.0,
-) -> jax.Array:
-    """Change the model, the optimizer and the copies, and return the mean loss before the
-    change. The arrays that they had are deleted."""
-
-    def loss(model: RWKV) -> jax.Array:
-        return mean_loss(mesh, model, batch, copies=arrays(own.tree), l2_wrap=l2_wrap)
-
-    loss_before, gradients = nnx.value_and_grad(loss)(model)
-    optimizer.update(model, gradients)
-    own.round(model)
-    return loss_before
-
-
-def bound_train_step(
-    mesh: Mesh, model: RWKV, optimizer: nnx.Optimizer, l2_wrap: float
-) -> Callable[[Batch], jax.Array]:
-    """`train_step` of all but the batch. It saves the milliseconds that `nnx.jit` takes at each
-    call to find the variables of a model and an optimizer."""
-    step = nnx.cached_partial(train_step, model, optimizer, Copies(mesh, model))
-    return lambda batch: step(batch, mesh, l2_wrap)
+    l2_wrap: float,
+    start: Start,
+) -> Future[Step]:
+    """`train_step` for batches like `batch`, which a thread compiles."""
+    traced = train_step(model, optimizer, shapes, l2_wrap).trace(shapes, batch)
+    start.part("trace")
+    lowered = traced.lower()
+    start.part("lower")
+    pool = ThreadPoolExecutor(1)
+    compiling = pool.submit(lowered.compile)
+    pool.shutdown(wait=False)
+    return compiling
 
 
-@functools.partial(nnx.jit, static_argnums=0)
-def _eval_step(mesh: Mesh, model: RWKV, batch: Batch) -> jax.Array:
-    return mean_loss(mesh, model, batch)
-
-
-def evaluate(mesh: Mesh, model: RWKV, held_out: Batch, rows: int) -> float:
-    """The mean loss of all of `held_out`, in batches of `rows` rows. Rows of zeros, which do not
-    count, fill up a batch that the mesh does not divide."""
+def evaluation(model: Model, held_out: Batch, rows: int) -> Callable[[rwkv7.Params], float]:
+    """A function of parameters that gives their mean loss of all of `held_out`, by one program that
+    goes through batches of `rows` rows. Rows of zeros, which do not count, fill up the last one."""
     mask = held_out.mask
     if mask is None:
         mask = np.ones_like(held_out.tokens[:, 1:], bool)
     held_out = held_out._replace(mask=mask)
-    count = len(mask)
-    means, weights = [], []
+    rows = min(rows, len(mask) + -len(mask) % model.mesh.shape["data"])
+    padding = (0, -len(mask) % rows), (0, 0)
+    batches = jax.tree.map(lambda x: np.pad(x, padding).reshape(-1, rows, x.shape[1]), held_out)
+    weights = batches.mask.sum((1, 2))
+    placed = on_mesh(batches, model.mesh, None)
 
-    def part(first: int, last: int) -> Batch:
-        padding = (0, (first - last) % mesh.shape["data"]), (0, 0)
-        return jax.tree.map(lambda x: np.pad(x[first:last], padding), held_out)
+    @jax.jit
+    def losses(params: rwkv7.Params, batches: Batch) -> jax.Array:
+        return jax.lax.map(functools.partial(mean_loss, model, params), batches)
 
-    for first in range(0, count, rows):
-        last = min(first + rows, count)
-        means.append(float(_eval_step(mesh, model, on_mesh(part(first, last), mesh))))
-        weights.append(mask[first:last].sum())
-    return float(np.average(means, weights=weights))
+    return lambda params: float(np.average(losses(params, placed), weights=weights))
 
 
-def on_mesh(batch: Batch, mesh: Mesh) -> Batch:
-    """The same batch, whose rows are distributed over the mesh."""
-    rows = NamedSharding(mesh, P("data"))
+def on_mesh(batch: Batch, mesh: Mesh, *before: None) -> Batch:
+    """The same batch, whose rows are distributed over the mesh. They are the first axis, or come
+    after so many others as `before` has."""
+    rows = NamedSharding(mesh, P(*before, "data"))
     return jax.tree.map(lambda x: place(x, rows), batch)

@@ -40,15 +40,16 @@ AtStep: TypeAlias = Callable[[int, Callable[[], object]], None]
 
 @pytest.fixture
 def at_step(train: ModuleType, monkeypatch: pytest.MonkeyPatch) -> AtStep:
-    """Does something when `train` reads the batch of a step."""
-    batch_at = train.data.batch_at
+    """Does something before `train` computes a step, when it takes the batch of that step."""
+    ahead = importlib.import_module("training.ahead").Ahead
+    take = ahead.take
 
     def at_step(step: int, action: Callable[[], object]) -> None:
-        def acting(number: int, *arguments: Any, **options: Any) -> Any:
-            if number == step:
+        def acting(batches: Any) -> Any:
+            if batches.number == step:
                 action()
-            return batch_at(number, *arguments, **options)
+            return take(batches)
 
-        monkeypatch.setattr(train.data, "batch_at", acting)
+        monkeypatch.setattr(ahead, "take", acting)
 
     return at_step

@@ -1,0 +1,46 @@
+"""What a loop needs next, made in a thread."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Generic, Self, TypeVar
+
+T = TypeVar("T")
+
+
+class Ahead(Generic[T]):
+    """A context in which `take` returns `make(i)` for each i of `numbers` in turn, and then None. A
+    thread makes the one after it.
+
+    Attributes:
+      number: the i of what `take` returns next.
+    """
+
+    def __init__(self, make: Callable[[int], T], numbers: range):
+        self._make, self._end = make, numbers.stop
+        self._pool = ThreadPoolExecutor(1)
+        self._submit(numbers.start)
+
+    def _submit(self, number: int) -> None:
+        self.number = number
+        self._next: Future[T] | None = None
+        if number < self._end:
+            self._next = self._pool.submit(self._make, number)
+
+    def take(self) -> T | None:
+        if self._next is None:
+            return None
+        made = self._next.result()
+        self._submit(self.number + 1)
+        return made
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._pool.shutdown()
