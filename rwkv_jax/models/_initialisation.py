@@ -18,6 +18,8 @@ from rwkv_jax.models._trees import BlockParams, Params
 
 Tree = TypeVar("Tree")
 
+InitMix: TypeAlias = Callable[[Array | None, Any, int], Any]
+
 Vector: TypeAlias = Any
 """[C] of NumPy, which takes nothing to compile, in place of a JAX array."""
 
@@ -25,30 +27,19 @@ Vector: TypeAlias = Any
 def init(
     key: Key[Array, ""],
     config: Any,
-    init_time_mix: Callable[[Any, Any, int], Any],
-    init_channel_mix: Callable[[Any, Any, int], Any],
+    init_time_mix: InitMix,
+    init_channel_mix: InitMix,
 ) -> Params:
     """Parameters of a model, float32. The functions give the parameters of the mixings of a layer
     from a key, `config` and the number of the layer, from 0. From a key of None they give what the
     key does not change, and the shapes of the matrices that it does."""
     width, vocabulary, layers = config.hidden_size, config.vocab_size, config.num_layers
     embedding, head, *_ = keys = jax.random.split(key, 2 + layers)
-
-    def block(key: Key[Array, ""] | None, layer: int) -> BlockParams:
-        att, ffn = split(key, 2)
-        return BlockParams(
-            ln0=init_norm(width) if layer == 0 else None,
-            ln1=init_norm(width),
-            ln2=init_norm(width),
-            att=init_time_mix(att, config, layer),
-            ffn=init_channel_mix(ffn, config, layer),
-        )
-
     uniform = functools.partial(jax.random.uniform, minval=-1e-4, maxval=1e-4)
     return float32(
         Params(
             emb=Weight(_random(uniform, embedding, vocabulary, width)),
-            blocks=_blocks(block, layers, keys[2:]),
+            blocks=_blocks(keys[2:], config, init_time_mix, init_channel_mix),
             ln_out=init_norm(width),
             head=Weight(orthogonal(head, vocabulary, width, 0.5)),
         )
@@ -65,29 +56,52 @@ AT_ONCE = 8
 
 
 def _blocks(
-    block: Callable[[Any, int], BlockParams], layers: int, keys: Key[Array, " layers"]
+    keys: Key[Array, " layers"], config: Any, init_time_mix: InitMix, init_channel_mix: InitMix
 ) -> tuple[BlockParams, ...]:
-    """The blocks of all layers, in turn from each key.
+    """The blocks of all layers, each with one of the keys.
 
     The body of a loop is compiled once for all its blocks. The stacked matrices of a loop take
     memory beside those of its blocks, so one loop does not make those of all blocks.
     """
-    drawn = [name for name, x in _parameters.names(block(None, 1)).items() if _is_shape(x)]
-
-    def matrices(key: Key[Array, ""]) -> dict[str, Array]:
-        named = _parameters.names(block(key, 1))
-        return {name: named[name] for name in drawn}
-
-    loop = jax.jit(functools.partial(lax.map, matrices))
+    layers, kind = config.num_layers, (config, init_time_mix, init_channel_mix)
     blocks = []
     for part in np.array_split(np.arange(layers), -(-layers // AT_ONCE)):
-        stacked = loop(keys[part[0] : part[-1] + 1])
+        stacked = _matrices(keys[part[0] : part[-1] + 1], *kind)
         for i, layer in enumerate(part):
             own = {name: x[i] for name, x in stacked.items()}
-            blocks.append(_completed(block(None, int(layer)), own))
+            blocks.append(_completed(_block(None, int(layer), *kind), own))
         # The next loop begins when the blocks of this one are there.
         keys, blocks = lax.optimization_barrier((keys, blocks))
     return tuple(blocks)
+
+
+def _block(
+    key: Key[Array, ""] | None,
+    layer: int,
+    config: Any,
+    init_time_mix: InitMix,
+    init_channel_mix: InitMix,
+) -> BlockParams:
+    att, ffn = split(key, 2)
+    return BlockParams(
+        ln0=init_norm(config.hidden_size) if layer == 0 else None,
+        ln1=init_norm(config.hidden_size),
+        ln2=init_norm(config.hidden_size),
+        att=init_time_mix(att, config, layer),
+        ffn=init_channel_mix(ffn, config, layer),
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _matrices(keys: Key[Array, " layers"], *kind: Any) -> dict[str, Array]:
+    """The random matrices of blocks by name, stacked."""
+    named = _parameters.names(_block(None, 1, *kind))
+
+    def matrices(key: Key[Array, ""]) -> dict[str, Array]:
+        made = _parameters.names(_block(key, 1, *kind))
+        return {name: made[name] for name, x in named.items() if _is_shape(x)}
+
+    return lax.map(matrices, keys)
 
 
 def _completed(params: BlockParams, matrices: Mapping[str, Array]) -> BlockParams:

@@ -76,8 +76,8 @@ class Generation:
     time_mix_params: type
     mix_tokens: Callable[..., tuple[Array, Array, Any, Any]]
     mix_channels: Callable[..., tuple[Array, Array, Array]]
-    init_time_mix: Callable[[Array | None, Any, int], Any]
-    init_channel_mix: Callable[[Array | None, Any, int], Any]
+    init_time_mix: _initialisation.InitMix
+    init_channel_mix: _initialisation.InitMix
     initial_wkv: InitialWkv
     rules: _placement.Rules
     step_block: _StepBlock | None = None

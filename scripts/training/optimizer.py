@@ -1,7 +1,6 @@
 """The optimizer. This module needs optax, but no framework of layers."""
 
 import argparse
-import operator
 from typing import Any
 
 import jax
@@ -29,11 +28,15 @@ def make_optimizer(args: argparse.Namespace, devices: int = 1) -> optax.Gradient
         clip,
         optax.scale_by_adam(0.9, 0.99, eps=1e-18),
         optax.add_decayed_weights(args.weight_decay, rwkv7.weight_decays),
-        optax.stateless(
-            lambda updates, _: jax.tree.map(operator.mul, updates, rwkv7.learning_rates(updates))
-        ),
+        optax.stateless(_faster),
         optax.scale_by_learning_rate(schedule),
     )
+
+
+def _faster(updates: Any, _: Any) -> Any:
+    """The updates times the factors of the learning rate, most of which are 1."""
+    factors = rwkv7.learning_rates(updates)
+    return jax.tree.map(lambda x, factor: x if factor == 1 else x * factor, updates, factors)
 
 
 def updated(
