@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = options.parse(argv)
     # On a GPU XLA may otherwise choose other kernels in a run that is resumed.
     xla_flags.add(xla_flags.CUBLAS, xla_flags.DETERMINISTIC)
-    if str(args.cache) != "none":
+    if args.cache:
         compilation.use_cache(args.cache)
     start.part("import")
     if args.coordinator:
@@ -97,6 +97,8 @@ def run(args: argparse.Namespace, saved: int, start: clocks.Start) -> int:
     parameters = sizes.size(model.shapes())
     print(f"RWKV-7 of {parameters:,} parameters on {devices.describe(model.mesh)}, {args.dtype}")
     print(source)
+    if args.cache:
+        print(f"Compiled programs are kept in {args.cache}")
 
     try:
         results = loop.train(args, model, source, recorded, start, saved=saved, params=params)

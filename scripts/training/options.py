@@ -174,7 +174,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--out", type=path, default=Path("out/train"), help="output folder")
     add(
         "--cache",
-        type=path,
+        type=lambda text: None if text == "none" else path(text),
         default=default_cache(),
         help="folder of compiled programs, which later runs read; 'none' is no folder",
     )
