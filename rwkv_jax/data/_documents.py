@@ -1,0 +1,69 @@
+"""What a document is, and how it is made of text."""
+
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+
+from rwkv_jax.tokenizers import Tokenizer
+
+
+class Document(NamedTuple):
+    """The tokens of a document.
+
+    Attributes:
+      tokens: [n] in int32.
+      counts: [n] in bool, which of them a model is trained to predict.
+    """
+
+    tokens: np.ndarray
+    counts: np.ndarray
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Documents by number, in any order and from several threads."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int, /) -> Document: ...
+
+
+@runtime_checkable
+class SizedSource(Source, Protocol):
+    """A source that knows the lengths of its documents without reading them. Long documents are
+    read and shuffled in parts.
+
+    Attributes:
+      sizes: [documents] in int64, the number of tokens of each.
+    """
+
+    sizes: np.ndarray
+
+    def part(self, number: int, start: int, stop: int) -> Document:
+        """The tokens of a document from `start` on and before `stop`."""
+        ...
+
+
+def encoded(tokenizer: Tokenizer, parts: Iterable[tuple[str, bool]]) -> Document:
+    """A document of parts of text, each with whether its tokens count. No token has text of two
+    parts. Behind the last one is the token of the tokenizer for the end of a document, if it has
+    one, which counts if the last part does.
+
+    Raises:
+      ValueError: the document has no text, or no token to be predicted that counts.
+    """
+    tokens, counts, counted, blank = [], [], False, True
+    for text, counted in parts:
+        found = tokenizer.encode(text)
+        tokens += found
+        counts += [counted] * len(found)
+        blank = blank and not text.strip()
+    if blank:
+        raise ValueError("the document is empty")
+    if tokenizer.end_of_text is not None:
+        tokens.append(tokenizer.end_of_text)
+        counts.append(counted)
+    if not any(counts[1:]):
+        raise ValueError("the document has no token after the first one that counts")
+    return Document(np.array(tokens, np.int32), np.array(counts, bool))

@@ -1,0 +1,65 @@
+"""Plain text."""
+
+import re
+
+import numpy as np
+
+from rwkv_jax.data._documents import Document, encoded
+from rwkv_jax.data._ranges import Paths, Ranges
+from rwkv_jax.tokenizers import Tokenizer
+
+_BLANK_LINES = re.compile(rb"(?m)^(?:[ \t\r]*\n)+")
+
+
+class Text:
+    """A `Source` of the documents in files of plain text in UTF-8.
+
+    After the tokens of a document comes `end_of_text` of the tokenizer, if it has one.
+
+    Args:
+      paths: a file or several.
+      tokenizer: what makes tokens of the text.
+      separator: the line between two documents of a file, such as "<|endoftext|>", or "" for blank
+        lines. New lines in front of it belong to it. If None, each file is a document.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: a file is empty, or no regular one; or `separator` is no line. Also where a
+        document is read that is empty or no UTF-8, with its file and line.
+    """
+
+    def __init__(self, paths: Paths, tokenizer: Tokenizer, *, separator: str | None = None):
+        if separator is not None and separator.splitlines() not in ([], [separator]):
+            raise ValueError(f"Text: separator is {separator!r}; accepted is one line, without end")
+        self._tokenizer, self._separated = tokenizer, separator is not None
+        self._ranges = Ranges(paths, None if separator is None else _Separated(separator))
+
+    def __len__(self) -> int:
+        return len(self._ranges)
+
+    def __getitem__(self, number: int, /) -> Document:
+        number = range(len(self))[number]
+        try:
+            text = self._ranges.read(number).decode("utf-8-sig")
+            text = text.rstrip("\r\n") if self._separated else text
+            return encoded(self._tokenizer, [(text, True)])
+        except ValueError as error:
+            raise ValueError(f"{self._ranges.place(number)}: {error}") from None
+
+
+class _Separated:
+    """The ranges between separators. What is before the first one or after the last one is no
+    document if it is blank."""
+
+    def __init__(self, separator: str):
+        line = rb"(?m)^" + re.escape(separator.encode()) + rb"\r?(?:\n|\Z)"
+        self._separator = re.compile(line) if separator else _BLANK_LINES
+
+    def __call__(self, content: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        spans = [x.span() for x in self._separator.finditer(content.data)]
+        starts = np.array([0, *(end for _, end in spans)])
+        ends = np.array([*(start for start, _ in spans), len(content)])
+        for edge in (0, -1):
+            if len(starts) and not content[starts[edge] : ends[edge]].tobytes().strip():
+                starts, ends = np.delete(starts, edge), np.delete(ends, edge)
+        return starts, ends
