@@ -5,6 +5,7 @@ import functools
 import itertools
 import json
 import struct
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -442,6 +443,9 @@ def test_all_documents_are_in_the_batches(tmp_path: Path, is_stored: bool) -> No
     assert np.array_equal(orders[0], orders[1])
     assert not np.array_equal(orders[0], orders[2])
     assert not np.array_equal(orders[0][:64], orders[0][64:])
+    # The first rows have documents of the whole source.
+    batches = data.training_batches([Numbers(4000)], context=8, batch=64, seed=0)
+    assert np.ptp(next(batches).tokens[:, 0]) > 3000
 
 
 def test_what_does_not_count() -> None:
@@ -535,6 +539,20 @@ def test_errors_come_from_the_iterator(tmp_path: Path, tokenizer: tokenizers.Tok
             list(batches)
         batches.close()
         assert list(batches) == []
+
+
+@pytest.mark.slow
+def test_the_end_of_the_process(tmp_path: Path) -> None:
+    """While threads make batches of a script that has ended."""
+    path = lines(tmp_path / "a", *[{"text": "word " * 400}] * 500)
+    script = f"""
+from rwkv_jax import data, tokenizers
+source = data.JsonLines({str(path)!r}, tokenizers.load("bytes"))
+batches = data.training_batches([source], context=256, batch=8, seed=0)
+next(batches)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.quick

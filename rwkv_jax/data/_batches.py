@@ -38,8 +38,8 @@ def training_batches(
         iterator, where a source raises it.
     """
     _check("training_batches", sources, context, batch)
-    given = [1.0] * len(sources) if weights is None else [*map(float, weights)]
-    if len(given) != len(sources) or not all(0 < x < np.inf for x in given):
+    shares = [1.0] * len(sources) if weights is None else [*map(float, weights)]
+    if len(shares) != len(sources) or not all(0 < x < np.inf for x in shares):
         raise ValueError(
             f"training_batches: weights is {weights}; accepted are {len(sources)} positive "
             "numbers, one for each source"
@@ -47,8 +47,8 @@ def training_batches(
     if not 0 <= seed < 2**32:
         raise ValueError(f"training_batches: seed is {seed}; accepted are 0 to {2**32 - 1}")
     options = {"context": context, "batch": batch, "seed": seed}
-    iterator = _grain().shuffled(sources, given, **options)
-    return Batches(iterator, {**_documents(sources), "weights": given, **options})
+    iterator = _grain().shuffled(sources, shares, **options)
+    return Batches(iterator, {**_documents(sources), "weights": shares, **options})
 
 
 def validation_batches(sources: Sequence[Source], *, context: int, batch: int) -> Batches:

@@ -47,8 +47,8 @@ class SizedSource(Source, Protocol):
 
 def encoded(tokenizer: Tokenizer, parts: Iterable[tuple[str, bool]]) -> Document:
     """A document of parts of text, each with whether its tokens count. No token has text of two
-    parts. Behind the last one is the token of the tokenizer for the end of a document, if it has
-    one, which counts if the last part does.
+    parts. After the last one comes the token of the tokenizer for the end of a document, if it
+    has one, which counts if the last part does.
 
     Raises:
       ValueError: the document has no text, or no token to be predicted that counts.

@@ -1,5 +1,6 @@
 """Plain text."""
 
+import itertools
 import re
 
 import numpy as np
@@ -56,9 +57,9 @@ class _Separated:
         self._separator = re.compile(line) if separator else _BLANK_LINES
 
     def __call__(self, content: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        spans = [x.span() for x in self._separator.finditer(content.data)]
-        starts = np.array([0, *(end for _, end in spans)])
-        ends = np.array([*(start for start, _ in spans), len(content)])
+        separators = (x.span() for x in self._separator.finditer(content.data))
+        places = np.fromiter(itertools.chain.from_iterable(separators), np.int64)
+        starts, ends = np.append(0, places[1::2]), np.append(places[::2], len(content))
         for edge in (0, -1):
             if len(starts) and not content[starts[edge] : ends[edge]].tobytes().strip():
                 starts, ends = np.delete(starts, edge), np.delete(ends, edge)
