@@ -206,6 +206,7 @@ TARGETS = {
     "--session": ["chat", "no.pth", "--session"],
     "--plot": ["eval", "no.pth", "--text", "no.txt", "--plot"],
     "TARGET": ["convert", "model.safetensors"],
+    "OUT": ["merge", "model.safetensors", "adapter"],
 }
 
 

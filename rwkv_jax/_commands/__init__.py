@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 
 import rwkv_jax
-from rwkv_jax._commands import chat, convert, doctor, eval, generate, inspect
+from rwkv_jax._commands import chat, convert, doctor, eval, generate, inspect, merge
 
 PROGRAM = "rwkv-jax"
 
@@ -27,6 +27,7 @@ COMMANDS = {
     "doctor": doctor,
     "inspect": inspect,
     "convert": convert,
+    "merge": merge,
     "eval": eval,
     "generate": generate,
     "chat": chat,

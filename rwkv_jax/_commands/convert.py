@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rwkv_jax import _files
 from rwkv_jax._commands.arguments import add_dtype, add_model, positive
-from rwkv_jax._commands.output import check_target, in_bytes
+from rwkv_jax._commands.output import check_target, in_bytes, refuse_existing
 
 HELP = (
     "Write a model as a .pth file, as a .safetensors file, or as a folder of Hugging Face or for "
@@ -63,8 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     target = _files.expanded(arguments.target)
     if arguments.group and not arguments.quantize:
         raise ValueError("--group needs --quantize")
-    if not arguments.force and (any(target.iterdir()) if target.is_dir() else target.exists()):
-        raise ValueError(f"{target} exists; --force replaces it")
+    refuse_existing(target, arguments.force)
 
     import jax
 

@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Collection, Sequence
+from pathlib import Path
 
 from rwkv_jax import _files
 
@@ -33,6 +34,13 @@ def check_target(name: str, path: str, endings: Collection[str]) -> None:
             f"{name} is {path}; accepted is {writing.accepted_target(endings)} that can be "
             f"written, but {folder}: {error.strerror}"
         ) from None
+
+
+def refuse_existing(target: Path, force: bool) -> None:
+    """Raise a `ValueError` if a command without `--force` would replace a file, or a folder that
+    has something."""
+    if not force and (any(target.iterdir()) if target.is_dir() else target.exists()):
+        raise ValueError(f"{target} exists; --force replaces it")
 
 
 def in_bytes(size: int) -> str:

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from rwkv_jax import layers as functions
 from rwkv_jax.layers import relu_squared
 from rwkv_jax.models import _parameters, _recomputation
-from rwkv_jax.models._linear import Weight, WeightByInput, linear
+from rwkv_jax.models._linear import AnyWeight, Weight, WeightByInput, is_plain, linear
 from rwkv_jax.models._normalisation import Norm
 from rwkv_jax.models._token_shift import of_previous, shift_and_mix
 
@@ -61,16 +61,11 @@ def mix_channels(
 
 
 def feed_forward(
-    key: Weight, value: Weight | WeightByInput, x: Float[Array, "B *T C"], layers: str | None
+    key: AnyWeight, value: AnyWeight, x: Float[Array, "B *T C"], layers: str | None
 ) -> Float[Array, "B *T C"]:
     """The network itself, with any weights. `layers` is that of the model, where "ffi" leaves the
     choice open, because there are kernels for some GPUs and some sizes alone."""
-    if (
-        x.ndim == 2
-        or isinstance(value, WeightByInput)
-        or key.scale is not None
-        or value.scale is not None
-    ):
+    if x.ndim == 2 or not is_plain(key) or not is_plain(value):
         return linear(value, relu_squared(linear(key, x)))
     chosen = None if layers == "ffi" else layers
     y = functions.feed_forward(x, key.weight, value.weight, implementation=chosen)

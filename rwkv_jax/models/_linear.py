@@ -1,7 +1,7 @@
 """Linear maps without bias: within layers, as the embedding and as the output head."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,39 @@ class WeightByInput(NamedTuple):
         return Weight(self.by_input.T, self.scale).wide()
 
 
+class Dropout(NamedTuple):
+    """What a low-rank part leaves out of its input: each number with the probability `rate`, by a
+    random key."""
+
+    key: Array
+    rate: Array
+
+    def of(self, x: Array) -> Array:
+        """`x` with zeros in the place of what is left out, and the rest divided by 1 - rate."""
+        kept = jax.random.bernoulli(self.key, 1 - self.rate, x.shape)
+        return jnp.where(kept, x / (1 - self.rate).astype(x.dtype), jnp.zeros_like(x))
+
+
+class Adapted(NamedTuple):
+    """A weight W with a low-rank part beside it: the weight of the linear map W + B A, which is
+    never made as a matrix. `lora_A` is A [rank, inputs], and `lora_B` is B [outputs, rank] with its
+    factor."""
+
+    base: Weight | WeightByInput
+    lora_A: Array
+    lora_B: Array
+    dropout: Dropout | None = None
+
+
+AnyWeight: TypeAlias = Weight | WeightByInput | Adapted
+
+
+def is_plain(params: AnyWeight) -> TypeGuard[Weight]:
+    """Whether a weight is one matrix [outputs, inputs] of floats, which is what functions take that
+    compute more than a product."""
+    return isinstance(params, Weight) and params.scale is None
+
+
 def _product(x: Array, matrix: Array, scale: Array | None, dtype: Any, **options: bool) -> Array:
     """The product of rows, whose number an exported program need not know."""
     known = isinstance(x.shape[0], int)
@@ -48,14 +81,19 @@ def _product(x: Array, matrix: Array, scale: Array | None, dtype: Any, **options
     return product(x, matrix, scale, dtype, **options)
 
 
-def linear(
-    params: Weight | WeightByInput, x: Float[Array, "*shape inputs"]
-) -> Float[Array, "*shape outputs"]:
+def linear(params: AnyWeight, x: Float[Array, "*shape inputs"]) -> Float[Array, "*shape outputs"]:
     """The linear map in the dtype of `x`, with any weight."""
+    return _recomputation.product(_linear(params, x))
+
+
+def _linear(params: AnyWeight, x: Array) -> Array:
+    if isinstance(params, Adapted):
+        inputs = x if params.dropout is None else params.dropout.of(x)
+        low = _linear(Weight(params.lora_B), _linear(Weight(params.lora_A), inputs))
+        return _linear(params.base, x) + low
     by_output = isinstance(params, Weight)
     matrix = params.weight if by_output else params.by_input
-    y = _product(x, matrix, params.scale, x.dtype, by_output=by_output)
-    return _recomputation.product(y)
+    return _product(x, matrix, params.scale, x.dtype, by_output=by_output)
 
 
 def low_rank(

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from rwkv_jax._operator import check
-from rwkv_jax.models._linear import Weight, WeightByInput
+from rwkv_jax.models._linear import AnyWeight
 
 Tree = TypeVar("Tree")
 Leaf = TypeVar("Leaf")
@@ -72,7 +72,7 @@ def like(params: Tree, x: Array) -> Tree:
     is an error under strict rank promotion."""
 
     def is_weight(p: Any) -> bool:
-        return isinstance(p, Weight | WeightByInput)
+        return isinstance(p, AnyWeight)
 
     def match_shardings(p: Any) -> Any:
         if is_weight(p):

@@ -55,7 +55,8 @@ def shardings(
     }
 
     def sharding(path: KeyPath, x: Array | jax.ShapeDtypeStruct) -> NamedSharding:
-        name = _parameters.name(path)
+        # The weight beside which a low-rank part is has the place of a weight by itself.
+        name = _parameters.name(path).replace(".base.", ".")
         axes = next((axes for endings, axes in rules if name.endswith(endings)), ())
         blocks = _stacking.block_axes(path)
         whole_heads = ".att." not in name or heads % devices["model"] == 0

@@ -7,6 +7,7 @@ else the product is left to the compiler.
 """
 
 import dataclasses
+import functools
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -79,7 +80,20 @@ def by_kernel(
 def by_compiler(
     x: Array, weight: Array, scale: Array | None, dtype: DTypeLike, *, by_output: bool = True
 ) -> Array:
-    """`product` without the kernel."""
+    """`product` without the kernel.
+
+    The backward pass of a sequence makes a matrix of fewer bits than `x` wide again. To keep it
+    from the forward pass would be a copy of all weights with the bits of the activations.
+    """
+    compute = functools.partial(_by_compiler, dtype=dtype, by_output=by_output)
+    if x.ndim > 2 and weight.dtype.itemsize < x.dtype.itemsize:
+        compute = jax.checkpoint(compute)
+    return compute(x, weight, scale)
+
+
+def _by_compiler(
+    x: Array, weight: Array, scale: Array | None, *, dtype: DTypeLike, by_output: bool
+) -> Array:
     letters = "...i,oi->...o" if by_output else "...i,io->...o"
     if scale is None:
         return jnp.einsum(letters, x, weight.astype(x.dtype), preferred_element_type=dtype)

@@ -113,7 +113,7 @@ class TimeMixParams(NamedTuple):
 def initial_wkv(params: TimeMixParams, batch: int) -> _typing.State:
     """The state of `wkv5` before the first token: zeros."""
     heads = len(params.time_decay)
-    head_size = len(params.receptance.weight) // heads
+    head_size = len(params.ln_x.weight) // heads
     return jnp.zeros((batch, heads, head_size, head_size), jnp.float32)
 
 

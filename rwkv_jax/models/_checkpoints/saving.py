@@ -62,6 +62,11 @@ def save(path: str | os.PathLike[str], params: Any, *, names: Names = "official"
     endings = endings_for("save: names", params, names)
     writing.check_target("save: path", path, endings)
     given = _parameters.names(params)
+    if of_adapter := [name for name in given if name.endswith(".lora_A")]:
+        raise ValueError(
+            f"save: {of_adapter[0]} is of an adapter; accepted are parameters without one, as "
+            "rwkv_jax.finetuning.merge gives them"
+        )
     layout = layout_of("save", given)
     writing.check_arrays("save", given)
     arrays = _parameters.names(layout.module.unstacked(params))

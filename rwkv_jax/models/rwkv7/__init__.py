@@ -64,7 +64,7 @@ from rwkv_jax.models._initialisation import (
     token_shift_mix,
 )
 from rwkv_jax.models._kernels import Options, run
-from rwkv_jax.models._linear import Weight, WeightByInput, linear, low_rank_maps
+from rwkv_jax.models._linear import Weight, WeightByInput, is_plain, linear, low_rank_maps
 from rwkv_jax.models._model import Generation
 from rwkv_jax.models._normalisation import Norm
 from rwkv_jax.models._public import *  # noqa: F403
@@ -277,7 +277,7 @@ def mix_tokens(
         *(y[:, None] if single else y, bonus, v_again, gate),
         *(heads(params.ln_x.weight), heads(params.ln_x.bias)),
     )
-    if not single and isinstance(p.output, Weight) and p.output.scale is None:
+    if not single and is_plain(p.output):
         y = projected_read_out(*of_heads, p.output.weight, implementation=layers)
         y = _recomputation.product(y)
     else:

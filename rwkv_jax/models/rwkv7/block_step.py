@@ -40,7 +40,7 @@ from rwkv_jax._operator.call import Options
 from rwkv_jax._operator.dispatch import Computation, Pass, compute
 from rwkv_jax.models import _parameters
 from rwkv_jax.models._deferral import MAX_PENDING, Deferred
-from rwkv_jax.models._linear import WeightByInput
+from rwkv_jax.models._linear import Weight, WeightByInput
 from rwkv_jax.models._trees import BlockParams, BlockState, TimeMixState
 
 Block: TypeAlias = Callable[
@@ -215,10 +215,11 @@ def _given(
 def _fused(
     block: Block | None, params: BlockParams, v_first: Array | None, state: BlockState
 ) -> "_FusedBlock":
+    receptance = params.att.receptance
     return _FusedBlock(
         block,
         first=v_first is None,
-        quantised=params.att.receptance.scale is not None,
+        quantised=isinstance(receptance, Weight) and receptance.scale is not None,
         by_input=isinstance(params.ffn.value, WeightByInput),
         deferred=isinstance(state.att.wkv, Deferred),
     )

@@ -1,0 +1,47 @@
+"""`rwkv-jax merge`: a model with an adapter as a model by itself."""
+
+import argparse
+
+from rwkv_jax import _files
+from rwkv_jax._commands.arguments import add_dtype, add_model
+from rwkv_jax._commands.output import check_target, in_bytes, refuse_existing
+
+HELP = "Add an adapter of LoRA to the matrices of a model and write the result."
+EXAMPLES = (
+    "merge model.pth adapter merged.pth",
+    "merge model.pth adapter merged.safetensors --dtype bfloat16",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument(
+        "adapter", metavar="ADAPTER", help="a folder of PEFT, with adapter_config.json"
+    )
+    parser.add_argument("target", metavar="OUT", help="a .pth or .safetensors file")
+    add_dtype(parser, "dtype of the parameters (default: that of each in MODEL)")
+    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    target = _files.expanded(arguments.target)
+    refuse_existing(target, arguments.force)
+
+    import jax
+
+    from rwkv_jax import finetuning, models
+    from rwkv_jax.models._checkpoints import writing
+
+    check_target("OUT", arguments.target, writing.ENDINGS)
+    # The memory of a GPU or TPU may be too small, and little is computed.
+    with jax.default_device(jax.devices("cpu")[0]):
+        adapter = finetuning.load_adapter(arguments.adapter, models.inspect(arguments.model).params)
+        model = models.load(arguments.model, dtype=arguments.dtype)
+        params = finetuning.merge(model.params, adapter)
+        models.save(target, params)
+    size = sum(x.nbytes for x in jax.tree.leaves(params))
+    print(
+        f"{target}: {model.generation}, {len(adapter.matrices)} matrices with an adapter, "
+        f"{in_bytes(size)}"
+    )
+    return 0
