@@ -410,6 +410,7 @@ def test_calls_that_are_refused(tmp_path: Path) -> None:
         ),
         (lambda: finetuning.adapted(stacked, adapter), "has 1 of the 2 matrices that blocks.rest"),
         (lambda: finetuning.merge(models.quantize(params), adapter), "key is int8; accepted are"),
+        (lambda: finetuning.save_adapter(tmp_path / "a.pth", adapter), "accepted is a folder"),
         (
             lambda: models.save(tmp_path / "x.pth", with_adapter),
             "lora_A is of an adapter; accepted",

@@ -17,6 +17,7 @@ from rwkv_jax._operator import check
 from rwkv_jax.finetuning._adapter import Adapter, LowRank, matrices, numbers
 from rwkv_jax.models import _parameters
 from rwkv_jax.models._checkpoints import files, fla, safetensors, writing
+from rwkv_jax.models._checkpoints.names import official_name
 from rwkv_jax.models._checkpoints.tensors import (
     FLOATS,
     Tensor,
@@ -81,9 +82,8 @@ def save_adapter(
     what = "save_adapter"
     check.choice(what, "names", names, get_args(Names))
     folder = _files.expanded(path)
-    writing.check_target(f"{what}: path", folder, ())
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{what}: path is {path}, which is a file; accepted is a folder")
+    if folder.suffix in writing.ENDINGS or (folder.exists() and not folder.is_dir()):
+        raise ValueError(f"{what}: path is {path}; accepted is a folder")
     ranks = sorted({len(low.lora_A) for low in adapter.matrices.values()})
     if len(ranks) != 1:
         raise ValueError(f"{what}: the matrices have the ranks {ranks}; accepted is one rank")
@@ -120,7 +120,8 @@ def load_adapter(
     path: str | os.PathLike[str], params: Any, *, dtype: DTypeLike = jnp.float32
 ) -> Adapter:
     """The adapter in a folder that `save_adapter` or PEFT has written, for the parameters of a
-    model. Names are any of those that `save_adapter` writes.
+    model. Names of modules are those of `save_adapter`, or others by which `models.load` knows
+    matrices.
 
     Args:
       path: the folder.
@@ -141,13 +142,12 @@ def load_adapter(
     sizes = matrices(what, params)
     config = _config(folder / CONFIG)
     tensors = files.read(folder / MODEL)
-    official = {_given_name(name, names): name for names in get_args(Names) for name in sizes}
     found: dict[str, dict[str, Tensor]] = {}
     wrong: list[str] = []
     for given, x in tensors.items():
         parts = _TENSOR.fullmatch(given)
-        name = official.get(parts[1]) if parts else None
-        if parts is None or name is None:
+        name = official_name(f"{parts[1]}.weight").removesuffix(".weight") if parts else ""
+        if parts is None or name not in sizes:
             wrong.append(
                 f"{quoted(given)} is {x.described()}; no matrix of the model has this name"
             )

@@ -32,9 +32,9 @@ def by_official_name(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             raise ValueError(
                 f"{what} is of an adapter (LoRA and the like), which is no model by itself; "
                 "accepted is the model that merging the adapter with its base gives, as "
-                "merge_and_unload of PEFT does"
+                "`rwkv-jax merge` and merge_and_unload of PEFT do"
             )
-        bare = _WITHIN.sub("", _PREFIX.sub("", given))
+        bare = _bare(given)
         of_fla = fla.official_name(bare)
         if of_fla is not None:
             official = fla.to_official(what, of_fla, x)
@@ -45,3 +45,15 @@ def by_official_name(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 raise ValueError(f"{what} is a second tensor with the official name {quoted(name)}")
             found[name] = tensor
     return found
+
+
+def official_name(given: str) -> str:
+    """The official name of a tensor, whose layout may be another one. A name of no model of RWKV
+    stays as it is but for prefixes."""
+    bare = _bare(given)
+    return fla.official_name(bare) or hugging_face.official_name(bare)
+
+
+def _bare(given: str) -> str:
+    """A name without what training leaves in it."""
+    return _WITHIN.sub("", _PREFIX.sub("", given))
