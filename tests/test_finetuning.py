@@ -41,7 +41,7 @@ def assert_same_arrays(found: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("module", [rwkv7, rwkv6, rwkv5, rwkv4], ids=lambda x: x.__name__[-5:])
 def test_applied_equals_merged(module: ModuleType) -> None:
-    """For sequences and tokens, in both forms; and W + B A alpha / rank is what numpy computes."""
+    """For sequences and tokens, in all forms; and W + B A alpha / rank is what numpy computes."""
     params = parameters(module)
     adapter = adapter_of(params)
     merged = finetuning.merge(params, adapter)
@@ -49,16 +49,19 @@ def test_applied_equals_merged(module: ModuleType) -> None:
     @jax.jit
     def run(params: Any) -> tuple[jax.Array, jax.Array]:
         sequence, state = module.apply(params, TOKENS)
-        return sequence, module.apply(params, TOKENS[:, 0], state)[0]
+        # The maps of a token are those of a sequence in all generations.
+        token = module.apply(params, TOKENS[:, 0], state)[0] if module is rwkv7 else sequence
+        return sequence, token
 
     expected = run(merged)
-    trees = (params, module.stacked(params)) if module is rwkv7 else (params,)
+    fast = models.for_decoding(params)
+    trees = (fast, module.stacked(params)) if module is rwkv7 else (params,)
     for tree in trees:
         found = run(finetuning.adapted(tree, adapter))
         for x, y in zip(found, expected, strict=True):
             assert rms_error(x, y) < 1e-6
-    stacked = finetuning.merge(module.stacked(params), adapter)
-    assert_same_arrays(stacked, module.stacked(merged))
+    for form in (module.stacked, models.for_decoding):
+        assert_same_arrays(finetuning.merge(form(params), adapter), form(merged))
     before, after = module.names(params), module.names(merged)
     for name, x in before.items():
         if low := adapter.matrices.get(name.removesuffix(".weight")):
@@ -387,6 +390,7 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
         finetuning.load_adapter(tmp_path / "none", params)
 
 
+@pytest.mark.usefixtures("unchecked_types")
 def test_calls_that_are_refused(tmp_path: Path) -> None:
     params = parameters(rwkv7)
     adapter = adapter_of(params, targets=["blocks.1.att.key"])
@@ -420,6 +424,8 @@ def test_calls_that_are_refused(tmp_path: Path) -> None:
             call()
     with pytest.raises(TypeError, match="init_adapter: params is a dict; accepted is a Params"):
         finetuning.init_adapter(jax.random.key(0), {})
+    with pytest.raises(TypeError, match="merge: adapter is a Params; accepted is an Adapter"):
+        finetuning.merge(params, params)
 
 
 def test_other_functions_of_models() -> None:

@@ -174,13 +174,17 @@ def adapted(params: Any, adapter: Adapter, *, key: Key[Array, ""] | None = None)
       The parameters, whose arrays are those of `params`.
 
     Raises:
-      TypeError: `params` are not the parameters of a model.
+      TypeError: `params` are not the parameters of a model, or `adapter` is no adapter.
       ValueError: they have an adapter already, or the adapter is for other matrices, sizes or
         blocks.
 
     Sources: LoRA (arXiv:2106.09685) and rsLoRA (arXiv:2312.03732).
     """
-    what = "adapted"
+    return _adapted("adapted", params, adapter, key)
+
+
+def _adapted(what: str, params: Any, adapter: Adapter, key: Array | None = None) -> Params:
+    """`adapted`, with errors that begin with `what`."""
     _check(what, adapter, matrices(what, params))
     names = list(adapter.matrices)
     keys = None
@@ -228,7 +232,9 @@ def _official(name: str, layers: int) -> list[str]:
 
 
 def _check(what: str, adapter: Adapter, sizes: Mapping[str, tuple[int, int]]) -> None:
-    """Raise an error unless the adapter is for matrices of these sizes."""
+    """Raise an error unless the adapter is one, for matrices of these sizes."""
+    if not isinstance(adapter, Adapter):
+        raise TypeError(f"{what}: adapter is a {type(adapter).__name__}; accepted is an Adapter")
     for name, low in adapter.matrices.items():
         if name not in sizes:
             raise ValueError(
@@ -273,7 +279,7 @@ def merge(params: Any, adapter: Adapter) -> Params:
         return Weight(_sum(x.base.weight, product))
 
     return jax.tree_util.tree_map_with_path(
-        merged, adapted(params, adapter), is_leaf=lambda x: isinstance(x, Adapted)
+        merged, _adapted("merge", params, adapter), is_leaf=lambda x: isinstance(x, Adapted)
     )
 
 
