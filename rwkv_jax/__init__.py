@@ -5,9 +5,10 @@ The operators are `wkv4`, `wkv5`, `wkv6` and `wkv7`, and of the delta-rule famil
 `implementations` says which implementation of an operator can run a given call. `build_info` says
 how the native kernels of this installation were built. `rwkv_jax.sharding` runs the operators on
 many devices. `rwkv_jax.models` has the language models of RWKV-4 to 7 and reads their checkpoints,
-`rwkv_jax.nn` has them as layers, and `rwkv_jax.losses` computes their loss. `rwkv_jax.tokenizers`
-makes tokens of text, `rwkv_jax.generation` continues them with a model, and `rwkv_jax.evaluation`
-says how well a model predicts a text.
+`rwkv_jax.nn` has them as layers, `rwkv_jax.losses` computes their loss, and `rwkv_jax.finetuning`
+has adapters and trainable states for them. `rwkv_jax.tokenizers` makes tokens of text,
+`rwkv_jax.generation` continues them with a model, and `rwkv_jax.evaluation` says how well a model
+predicts a text.
 
 # Arguments that all operators share
 
