@@ -11,9 +11,8 @@
 #   PYTHON   the interpreter, python3 by default
 #   VENV     where the virtual environment is, .venv-test by default; it is kept between runs
 #   EXTRAS   what to install beside the package: test, and with a GPU cuda13 or cuda12 by default
-#   TORCH    a requirement, such as torch==2.13.0: installs it and the packages rwkv and
-#            transformers, with which tests then compare the models and the layers; TORCH_INDEX is the
-#            package index that torch comes from
+#   TORCH    a requirement, such as torch==2.13.0: installs it and the rwkv package, with which tests
+#            then compare the models; TORCH_INDEX is the package index that torch comes from
 set -euo pipefail
 
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -44,7 +43,7 @@ extras=${EXTRAS:-test${cuda_extra:+,$cuda_extra}}
 # --no-compile: compiling all modules, of which few are imported, takes longer than copying them.
 if [[ -n ${TORCH-} ]]; then
   pip install --no-compile ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$TORCH"
-  extras+=,official,peers
+  extras+=,official
 fi
 wait "$building"
 wheel=$(echo "$wheels"/*.whl)
