@@ -3,8 +3,8 @@
 # the versions that pyproject.toml names. Environment:
 #   PYTHON                the interpreter, python3 by default
 #   VENV                  where the virtual environment is, .venv-lint by default; it is kept between runs
-#   PYTHON_WITH_PACKAGES  an interpreter that has what the extras test and lm-eval install, for the type
-#                         checker; by default that is installed beside the tools
+#   PYTHON_WITH_PACKAGES  an interpreter that has what the test extra installs, for the type checker;
+#                         by default that is installed beside the tools
 set -euo pipefail
 shopt -s globstar nullglob
 
@@ -15,7 +15,7 @@ venv=$(cd "$venv" && pwd)
 cd "$(dirname "$0")/.."
 pip() { "$venv/bin/python" -m pip --quiet --disable-pip-version-check "$@"; }
 pip install --group lint
-[ -n "${PYTHON_WITH_PACKAGES:-}" ] || pip install --only-deps '.[test,lm-eval]'
+[ -n "${PYTHON_WITH_PACKAGES:-}" ] || pip install --only-deps '.[test]'
 
 export PATH=$venv/bin:$PATH
 ruff check

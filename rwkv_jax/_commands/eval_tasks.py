@@ -1,5 +1,8 @@
 """`rwkv-jax eval` with tasks: `--lambada`, `--passkey` and `--tasks`."""
 
+# Types are also checked where lm-eval is not installed.
+# pyright: reportMissingImports=false
+
 import argparse
 import contextlib
 import os

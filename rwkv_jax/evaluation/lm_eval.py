@@ -7,6 +7,9 @@ up to 0.4.13 have no plugins, and `python -m rwkv_jax.evaluation.lm_eval` is `lm
 model, with the same arguments.
 """
 
+# Types are also checked where lm-eval is not installed.
+# pyright: reportMissingImports=false
+
 import itertools
 import operator
 from collections.abc import Sequence
