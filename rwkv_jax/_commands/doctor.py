@@ -27,7 +27,7 @@ PACKAGES = (
 )
 """The distributions besides rwkv-jax that decide what it can do."""
 
-SIZES = {"B": 2, "T": 100, "H": 2, "K": 64, "V": 64, "C": 128}
+SIZES = {"B": 2, "T": 100, "G": 1, "H": 2, "K": 64, "V": 64, "C": 128}
 """The axes of the call that is described and checked."""
 
 OPERATORS = {operator.name: operator for operator in PUBLIC.values()}
