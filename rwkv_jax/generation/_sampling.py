@@ -20,7 +20,7 @@ NO_DISTRIBUTION = -2
 _PROBABILITY_BITS = 30
 """The bits of a float32 from 0 to 1 that are not always 0."""
 
-_FEW_ROWS, _BITS_OF_FEW_ROWS, _BITS = 16, 5, 2
+_FEW_ROWS, _BITS_OF_FEW_ROWS, _BITS = 32, 3, 2
 """In how many steps of how many bits a GPU searches for the least probability that stays. Few rows
 do not fill it, so that it computes many sums at once."""
 
