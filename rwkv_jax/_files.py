@@ -10,9 +10,10 @@ BEGIN = 64
 _FOREIGN = {
     b"version https://git-lfs": "a pointer of Git LFS; `git lfs pull` gets what it points to",
     b"GGUF": "of GGUF, the format of llama.cpp",
-    b"<!doctype html": "an HTML page, such as a download that failed gives",
-    b"<html": "an HTML page, such as a download that failed gives",
 }
+_PAGES = dict.fromkeys(
+    (b"<!doctype html", b"<html"), "an HTML page, such as a download that failed gives"
+)
 """How files begin that are often in the place of another one."""
 
 
@@ -30,10 +31,13 @@ def expanded(path: str | os.PathLike[str]) -> Path:
         raise ValueError(f"{path}: {error}") from None
 
 
-def refuse_foreign(path: str | os.PathLike[str], begin: bytes) -> None:
-    """Raise an error that says what a file is that begins so, if it is one of `_FOREIGN`."""
+def refuse_foreign(
+    path: str | os.PathLike[str], begin: bytes, *, accept_pages: bool = False
+) -> None:
+    """Raise an error that says what a file is that begins so, if it is often in the place of
+    another one. Pages of HTML are, unless they are accepted."""
     begin = begin.lstrip()
-    for start, what in _FOREIGN.items():
+    for start, what in (_FOREIGN if accept_pages else _FOREIGN | _PAGES).items():
         if begin[: len(start)].lower() == start.lower():
             raise ValueError(f"{path}: the file is {what}")
 

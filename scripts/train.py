@@ -9,8 +9,8 @@
     python scripts/train.py --task reverse       # exact recall: up to 60 digits, in reverse
 
 Writes model.safetensors (the parameters), log.json, loss.png and the last two checkpoints to --out.
-A checkpoint has every array by its name, the options and the log, and checksums of its files. A run
-that resumes leaves a damaged checkpoint out. One run at a time writes to a folder.
+A checkpoint has every array by its name, the options and the log, and checksums of its files. A
+resumed run skips damaged checkpoints. One run at a time writes to a folder.
 
 The axes of --mesh are data (rows of the batch; also parts of parameters and optimizer state), model
 (heads, inner channels and the vocabulary) and seq (consecutive parts of the context), the last one
@@ -59,8 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = options.parse(argv)
     # On a GPU XLA may otherwise choose other kernels in a run that is resumed.
     xla_flags.add(xla_flags.CUBLAS, xla_flags.DETERMINISTIC)
-    if args.cache:
-        compilation.use_cache(args.cache)
+    compilation.use_cache(args.cache)
     start.part("import")
     if args.coordinator:
         jax.distributed.initialize(args.coordinator, args.processes, args.process)

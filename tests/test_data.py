@@ -195,7 +195,10 @@ def test_answers(
         ({"messages": [USER, {"role": "assistant"}]}, "message 2 has the content None"),
         ({"messages": ["x"]}, "message 1 is a str"),
         ({"messages": TALK, "tools": [{}]}, "the line has tools; accepted are those of form"),
-        ({"messages": [USER, CALLED, TALK[0]]}, "message 2 is written in another way once"),
+        (
+            {"messages": [USER, CALLED, TALK[0]]},
+            "the conversation has tool calls; accepted is a form",
+        ),
     ],
 )
 @pytest.mark.usefixtures("unchecked_types")
@@ -560,12 +563,13 @@ next(batches)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"context": 0}, "context is 0; accepted are numbers from 1 on"),
+        ({"context": 0}, "context is 0; accepted is an integer from 1 on"),
         ({"batch": -1}, "batch is -1"),
         ({"sources": []}, r"the sources have \[\] documents"),
         ({"sources": [Numbers(2), Numbers(0)]}, r"the sources have \[2, 0\] documents"),
         ({"sources": Numbers(2)}, "sources is a Numbers; accepted is a list of sources"),
-        ({"seed": 2**32}, "seed is 4294967296; accepted are 0 to 4294967295"),
+        ({"seed": 2**32}, "seed is 4294967296; accepted is an integer from 0 to 4294967295"),
+        ({"sources": [Path("a.txt")]}, r"sources\[0\] is a PosixPath; accepted is a source"),
         ({"weights": [1, 2]}, r"weights is \[1, 2\]; accepted are 1 positive numbers"),
         ({"weights": [0]}, r"weights is \[0\]; accepted are 1 positive numbers"),
         ({"weights": [float("nan")]}, "weights is"),

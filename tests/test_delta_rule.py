@@ -182,14 +182,16 @@ def test_shard(axes: str, axis_type: AxisType, cpus: list[Any]) -> None:
 def test_more_devices_than_heads_of_keys(
     sharded: bool, axis_type: AxisType, cpus: list[Any]
 ) -> None:
-    """Heads of values are distributed all the same, by `shard` or by the compiler."""
+    """Heads of values are distributed all the same: by `shard`, or by the compiler along two axes,
+    each of which divides the heads of keys alone."""
     op, case = "gated_delta_rule", Case(1, 20, 4, 16, decay="log")
     inputs, cotangents = operands(op, case)
-    mesh = meshes.mesh("model=4", axis_type, cpus)
+    axes = "model" if sharded else ("data", "model")
+    mesh = meshes.mesh("model=4" if sharded else "data=2,model=2", axis_type, cpus)
     function = getattr(rwkv_jax, op)
     if sharded:
         function = shard(function, mesh, heads="model")
-    heads = jax.sharding.PartitionSpec(None, None, "model")
+    heads = jax.sharding.PartitionSpec(None, None, axes)
     whole = dict.fromkeys((*inputs, *cotangents), jax.sharding.PartitionSpec())
     put = functools.partial(
         meshes.put, mesh, whole | dict.fromkeys(("v", "g", "beta", "dy"), heads)
@@ -197,7 +199,7 @@ def test_more_devices_than_heads_of_keys(
     with jax.set_mesh(mesh):
         found = value_and_gradients(Run(op, None), put(inputs), put(cotangents), function=function)
     assert_right(found, expected(op, inputs, cotangents))
-    assert found["y"].sharding.spec[2] == "model"
+    assert found["y"].sharding.spec[2] == axes
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])

@@ -64,6 +64,20 @@ def out(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "out"))
 
 
+def test_a_loss_that_is_no_number(
+    train: ModuleType, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run ends before a checkpoint of that step takes the place of an earlier one."""
+    without_computing(train, monkeypatch)
+    losses = iter([9.0, 8.0, float("nan"), 7.0])
+    step: Future[Any] = Future()
+    step.set_result(lambda state, _: (state, jnp.float32(next(losses))))
+    monkeypatch.setattr(train.loop, "compiled_step", lambda *_: step)
+    with pytest.raises(SystemExit, match=r"^The loss of step 3 is nan; --resume continues"):
+        train.main([*options, f"--out={tmp_path}"])
+    assert {"checkpoint.1", "checkpoint.2"} == names(tmp_path)
+
+
 Run: TypeAlias = Callable[..., None]
 
 
@@ -380,7 +394,9 @@ def test_compiled_programs_are_kept(options: list[str], tmp_path: Path) -> None:
             text=True,
         )
         assert run.returncode == 0, run.stderr
-        counts = re.search(r"(\d+) programs were in the cache and (\d+) were not", run.stdout)
+        counts = re.search(
+            r"(\d+) programs came from the cache, and (\d+) are new in it", run.stdout
+        )
         assert counts, run.stdout
         found.append([int(count) for count in counts.groups()])
     (cached, compiled), again = found

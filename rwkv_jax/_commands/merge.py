@@ -36,8 +36,12 @@ def run(arguments: argparse.Namespace) -> int:
     # The memory of a GPU or TPU may be too small, and little is computed.
     with jax.default_device(jax.devices("cpu")[0]):
         adapter = finetuning.load_adapter(arguments.adapter, models.inspect(arguments.model).params)
-        model = models.load(arguments.model, dtype=arguments.dtype)
+        # Rounded once, after the sum.
+        wide = None if arguments.dtype is None else "float32"
+        model = models.load(arguments.model, dtype=wide)
         params = finetuning.merge(model.params, adapter)
+        if wide is not None:
+            params = jax.tree.map(lambda x: x.astype(arguments.dtype), params)
         models.save(target, params)
     size = sum(x.nbytes for x in jax.tree.leaves(params))
     print(

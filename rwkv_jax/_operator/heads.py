@@ -16,7 +16,7 @@ def check(op: str, axes: Mapping[str, str], inputs: Mapping[str, Any], y: str) -
         if groups != heads and (groups == 0 or heads % groups):
             raise ValueError(
                 f"{op}: {name} has shape {inputs[name].shape}, so {groups} heads, where {y} has "
-                f"{heads}; accepted are numbers of heads of which {heads} is a multiple"
+                f"{heads}; accepted are numbers of heads that divide {heads}"
             )
 
 

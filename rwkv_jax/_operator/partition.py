@@ -86,10 +86,10 @@ def _check_heads_unsharded(op: str, axes: Iterable[tuple[str, str]], specs: Iter
 
 
 def shares_evenly(mesh: Any, groups: int) -> bool:
-    """Whether G heads can be distributed along any axis of a mesh. Where they cannot, the H heads
+    """Whether G heads can be distributed along any axes of a mesh. Where they cannot, the H heads
     that share them could not be, either: the compiler would cut an axis of the mesh in two."""
     axes = zip(mesh.shape.values(), mesh.axis_types, strict=True)
-    return all(groups % size == 0 for size, kind in axes if kind != AxisType.Manual)
+    return groups % math.prod(size for size, kind in axes if kind != AxisType.Manual) == 0
 
 
 def repeated(x: Array, axes: str, like: Array, like_axes: str) -> Array:

@@ -43,6 +43,7 @@ class Template:
     Raises:
       FileNotFoundError: there is no such file.
       ImportError: the package jinja2 is not installed.
+      TypeError: `think` is not a boolean.
       ValueError: the file has no template, or one that fails for a conversation.
     """
 
@@ -53,6 +54,8 @@ class Template:
         tools: Sequence[Mapping[str, Any]] = (),
         think: bool = False,
     ):
+        if not isinstance(think, bool):
+            raise TypeError(f"Template: think is {think!r}; accepted are True and False")
         self._path = _files.expanded(path)
         self._template = _compiled(self._path, _source(self._path))
         self._options = {

@@ -5,6 +5,7 @@ from types import ModuleType
 
 import numpy as np
 
+from rwkv_jax._operator import check
 from rwkv_jax.data._batch import Batches
 from rwkv_jax.data._documents import Source
 
@@ -33,7 +34,7 @@ def training_batches(
 
     Raises:
       ImportError: the package grain is not installed.
-      TypeError: `sources` is no list.
+      TypeError: `sources` is no list of sources, or a number is no integer.
       ValueError: an argument has a wrong value, or a source has no document. Also from the
         iterator, where a source raises it.
     """
@@ -44,9 +45,9 @@ def training_batches(
             f"training_batches: weights is {weights}; accepted are {len(sources)} positive "
             "numbers, one for each source"
         )
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"training_batches: seed is {seed}; accepted are 0 to {2**32 - 1}")
-    options = {"context": context, "batch": batch, "seed": seed}
+    check.number("training_batches", "seed", seed, 0, 2**32 - 1)
+    # Integers of NumPy would not be JSON, which the state of an iterator is.
+    options = {"context": int(context), "batch": int(batch), "seed": int(seed)}
     iterator = _grain().shuffled(sources, shares, **options)
     return Batches(iterator, {**_documents(sources), "weights": shares, **options})
 
@@ -62,12 +63,12 @@ def validation_batches(sources: Sequence[Source], *, context: int, batch: int) -
 
     Raises:
       ImportError: the package grain is not installed.
-      TypeError: `sources` is no list.
+      TypeError: `sources` is no list of sources, or a number is no integer.
       ValueError: an argument has a wrong value, or a source has no document. Also from the
         iterator, where a source raises it.
     """
     _check("validation_batches", sources, context, batch)
-    options = {"context": context, "batch": batch}
+    options = {"context": int(context), "batch": int(batch)}
     return Batches(_grain().in_order(sources, **options), {**_documents(sources), **options})
 
 
@@ -80,9 +81,14 @@ def _check(function: str, sources: Sequence[Source], context: int, batch: int) -
         raise TypeError(
             f"{function}: sources is a {type(sources).__name__}; accepted is a list of sources"
         )
-    for name, value in (("context", context), ("batch", batch)):
-        if value < 1:
-            raise ValueError(f"{function}: {name} is {value}; accepted are numbers from 1 on")
+    for number, source in enumerate(sources):
+        if isinstance(source, str) or not isinstance(source, Source):
+            raise TypeError(
+                f"{function}: sources[{number}] is a {type(source).__name__}; accepted is a "
+                "source, such as Text(path, tokenizer)"
+            )
+    check.number(function, "context", context, 1)
+    check.number(function, "batch", batch, 1)
     if not sources or not all(map(len, sources)):
         raise ValueError(
             f"{function}: the sources have {[*map(len, sources)]} documents; accepted is at least "

@@ -12,6 +12,7 @@ Sources: `RWKV-v7/train_temp/src/binidx.py` of RWKV-LM, which reads it, and `RWK
 which writes an item for each document.
 """
 
+import contextlib
 import os
 import struct
 from collections.abc import Iterable
@@ -95,7 +96,8 @@ def write_bin_idx(
 
     Raises:
       FileExistsError: there is such a file.
-      ValueError: `dtype` is another one; or a document is empty, or has what is no such number.
+      ValueError: `dtype` is another one; or there are no documents; or one is empty, or has what
+        is no such number. No file is left.
     """
     kind = np.dtype(dtype).newbyteorder("<")
     code = next((code for code, x in _DTYPES.items() if kind == x), None)
@@ -104,7 +106,11 @@ def write_bin_idx(
         raise ValueError(f"write_bin_idx: dtype is {np.dtype(dtype)}; accepted are {accepted}")
     content, index = _paths(path)
     sizes = []
-    with content.open("xb") as file, index.open("xb") as index_file:
+    with contextlib.ExitStack() as failed, contextlib.ExitStack() as opened:
+        file = opened.enter_context(content.open("xb"))
+        failed.callback(content.unlink)
+        index_file = opened.enter_context(index.open("xb"))
+        failed.callback(index.unlink)
         for number, document in enumerate(documents):
             tokens = np.asarray(document)
             integers = tokens.dtype.kind in "iu" and np.array_equal(tokens.astype(kind), tokens)
@@ -116,11 +122,14 @@ def write_bin_idx(
             file.write(tokens.astype(kind).tobytes())
             sizes.append(len(tokens))
         count = len(sizes)
+        if not count:
+            raise ValueError("write_bin_idx: there are no documents; accepted are one or more")
         index_file.write(_HEADER.pack(_MAGIC, 1, code, count, count + 1))
         index_file.write(np.array(sizes, "<i4").tobytes())
         starts = np.cumsum([0, *sizes[:-1]], dtype="<i8")[:count]
         index_file.write((starts * kind.itemsize).tobytes())
         index_file.write(np.arange(count + 1, dtype="<i8").tobytes())
+        failed.pop_all()
 
 
 def _paths(path: str | os.PathLike[str]) -> tuple[Path, Path]:

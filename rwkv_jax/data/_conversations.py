@@ -14,6 +14,12 @@ def parts(form: G1 | Template, messages: Sequence[Message]) -> Iterator[tuple[st
         would be in that of the messages up to it.
     """
     text, end = form.render(messages, answer=False), 0
+    about_tools = any(x["role"] == "tool" or x.get("tool_calls") for x in messages)
+    if about_tools and isinstance(form, G1) and not form.tools:
+        raise ValueError(
+            "the conversation has tool calls; accepted is a form that has the tools, such as "
+            "chat.G1(tools=[...])"
+        )
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue

@@ -84,8 +84,17 @@ def in_order(sources: Sequence[Source], *, context: int, batch: int) -> Any:
 
 
 def _documents(source: Source, context: int) -> grain.MapDataset:
-    given: Any = Parts(source, context) if isinstance(source, SizedSource) else source
-    return grain.MapDataset.source(given)
+    whole = not isinstance(source, SizedSource)
+    given: Any = source if whole else Parts(source, context)
+    documents = grain.MapDataset.source(given)
+    return documents.map(_checked) if whole else documents
+
+
+def _checked(document: Document) -> Document:
+    # A source with no other documents would never fill a row.
+    if not np.any(document.counts[1:]):
+        raise ValueError("data: a document has no token after the first one that counts")
+    return document
 
 
 def _rows(documents: grain.MapDataset, context: int, seed: int | None) -> grain.IterDataset:

@@ -23,8 +23,8 @@ class Ranges:
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: there are no paths; or a file is no regular one, or a pointer of Git LFS, a GGUF
-        file or an HTML page; or it has no document.
+      ValueError: there are no paths; or a file is no regular one, or a pointer of Git LFS or a GGUF
+        file; or it has no document.
     """
 
     def __init__(self, paths: Paths, find: Find | None):
@@ -70,7 +70,7 @@ class Ranges:
 def _found(path: Path, find: Find | None) -> tuple[np.ndarray, np.ndarray]:
     size = _files.size(path)
     with path.open("rb") as file:
-        _files.refuse_foreign(path, file.read(_files.BEGIN))
+        _files.refuse_foreign(path, file.read(_files.BEGIN), accept_pages=True)
     if size == 0:
         raise ValueError(f"{path}: the file is empty")
     if find is None:

@@ -186,7 +186,7 @@ def adapted(params: Any, adapter: Adapter, *, key: Key[Array, ""] | None = None)
 def _adapted(what: str, params: Any, adapter: Adapter, key: Array | None = None) -> Params:
     """`adapted`, with errors that begin with `what`."""
     _check(what, adapter, matrices(what, params))
-    names = list(adapter.matrices)
+    names = sorted(adapter.matrices)  # the order that a dictionary has within `jit`
     keys = None
     if key is not None and adapter.dropout > 0:
         keys = dict(zip(names, jax.random.split(key, len(names)), strict=True))

@@ -62,7 +62,7 @@ def save_adapter(
     adapter: Adapter,
     *,
     names: Names = "hf",
-    base: str | None = None,
+    base: str | os.PathLike[str] | None = None,
 ) -> None:
     """Write an adapter as PEFT does, which `PeftModel.from_pretrained` and `load_adapter` read.
 
@@ -77,10 +77,12 @@ def save_adapter(
 
     Raises:
       ValueError: `path` is no folder, or the matrices have several ranks.
-      TypeError: a matrix is no array of floats.
+      TypeError: `adapter` is no `Adapter`, or a matrix is no array of floats.
     """
     what = "save_adapter"
     check.choice(what, "names", names, get_args(Names))
+    if not isinstance(adapter, Adapter):
+        raise TypeError(f"{what}: adapter is a {type(adapter).__name__}; accepted is an Adapter")
     folder = _files.expanded(path)
     if folder.suffix in writing.ENDINGS or (folder.exists() and not folder.is_dir()):
         raise ValueError(f"{what}: path is {path}; accepted is a folder")
@@ -97,7 +99,7 @@ def save_adapter(
     config = {
         "peft_type": "LORA",
         "task_type": None if names == "official" else "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": None if base is None else os.fspath(base),
         "r": ranks[0],
         "lora_alpha": adapter.alpha,
         "lora_dropout": adapter.dropout,

@@ -14,7 +14,7 @@ from rwkv_jax._operator import check
 from rwkv_jax.models._checkpoints.tensors import described
 from rwkv_jax.models._generations import generation_of_params
 from rwkv_jax.models._stacking import Stacked
-from rwkv_jax.models._trees import State, stacked, unstacked
+from rwkv_jax.models._trees import BlockState, State, stacked, unstacked
 
 
 def initial_states(params: Any, state: State | None = None) -> dict[str, Float32[Array, "H V K"]]:
@@ -27,7 +27,7 @@ def initial_states(params: Any, state: State | None = None) -> dict[str, Float32
         None.
 
     Raises:
-      TypeError: `params` are not the parameters of a model.
+      TypeError: `params` are not the parameters of a model, or `state` is no state of one.
       ValueError: they are of RWKV-4, whose state is no matrix, or `state` is not one of one row of
         this model.
     """
@@ -35,7 +35,12 @@ def initial_states(params: Any, state: State | None = None) -> dict[str, Float32
     sizes = _sizes(what, params)
     if state is None:
         return {name: jnp.zeros(size, jnp.float32) for name, size in sizes.items()}
-    blocks = unstacked(state)
+    blocks = unstacked(state) if isinstance(state, tuple) else ()
+    if not blocks or not all(isinstance(block, BlockState) for block in blocks):
+        raise TypeError(
+            f"{what}: state is a {type(state).__name__}; accepted is a State, such as "
+            "models.load_state gives"
+        )
     found = {_name(i): block.att.wkv for i, block in enumerate(blocks)}
     wanted = {name: (1, *size) for name, size in sizes.items()}
     _check(what, "state", found, wanted)

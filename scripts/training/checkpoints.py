@@ -74,7 +74,7 @@ class Saver:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._pool.shutdown(wait=error is None)
+        self._pool.shutdown(wait=isinstance(error, SystemExit | None))
         if error is None:
             self._wait()
 

@@ -40,8 +40,8 @@ class Start:
 
     def __str__(self) -> str:
         return (
-            f"{self._last - self._began:.1f} s to here, of which {', '.join(self._parts)}; "
-            f"{self._cached} programs were in the cache and {self._compiled} were not"
+            f"{self._last - self._began:.1f} s until the second step: {', '.join(self._parts)}; "
+            f"{self._cached} programs came from the cache, and {self._compiled} are new in it"
         )
 
 

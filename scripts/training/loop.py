@@ -2,6 +2,8 @@
 
 import argparse
 import collections
+import math
+import sys
 import time
 from concurrent import futures
 from concurrent.futures import Future
@@ -87,7 +89,14 @@ def train(
         def read(but: int) -> None:
             """Read the losses of all steps but the last ones, which may be so many."""
             while len(in_flight) > but:
-                log["train"].append(float(in_flight.popleft()))
+                loss = float(in_flight.popleft())
+                if not math.isfinite(loss):
+                    # Before a checkpoint of this step replaces a better one.
+                    sys.exit(
+                        f"The loss of step {len(log['train']) + 1} is {loss}; --resume continues "
+                        "from the last checkpoint, as with a lower --learning-rate"
+                    )
+                log["train"].append(loss)
                 recent = f"loss {np.mean(log['train'][-20:]):.3f}"
                 held = f", held out {log['held_out'][-1][1]:.3f}" if log["held_out"] else ""
                 bar.set_postfix_str(recent + held, refresh=False)

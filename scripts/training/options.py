@@ -86,6 +86,11 @@ def path(text: str) -> Path:
     return Path(accepting(str, bool, "a path")(text))
 
 
+def cache(text: str) -> str | None:
+    """The folder of a cache, perhaps one in the storage of a cloud, for `type` of an option."""
+    return None if text == "none" else text if "://" in text else str(path(text))
+
+
 def mesh_sizes(text: str) -> dict[str, int]:
     """The axis sizes of a mesh, for `type` of an option."""
     sizes: dict[str, int] = {}
@@ -174,7 +179,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--out", type=path, default=Path("out/train"), help="output folder")
     add(
         "--cache",
-        type=lambda text: None if text == "none" else path(text),
+        type=cache,
         default=default_cache(),
         help="folder of compiled programs, which later runs read; 'none' is no folder",
     )
@@ -185,8 +190,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     earlier.add_argument(
         "--force",
         action="store_true",
-        help="start anew, and replace what --out has of another run; until there is a checkpoint "
-        "of this one, --resume continues that one",
+        help="start anew and replace the earlier run in --out; its checkpoints are deleted when "
+        "this run has written one, and until then --resume still continues the earlier run",
     )
     add("--prompt", type=filled, default="class ", help="text that the sample continues")
     add("--sample", type=positive, default=500, help="bytes of text to generate at the end")
