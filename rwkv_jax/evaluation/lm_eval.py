@@ -10,6 +10,7 @@ model, with the same arguments.
 # Types are also checked where lm-eval is not installed.
 # pyright: reportMissingImports=false
 
+import importlib
 import itertools
 import operator
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from tqdm import tqdm
 
 try:
     # All other models first: lm-eval looks for none of them where there is one already.
-    import lm_eval.models  # noqa: F401
+    importlib.import_module("lm_eval.models")
     from lm_eval.api.model import LM
     from lm_eval.api.registry import register_model
     from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs

@@ -2,15 +2,14 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
-from typing import Generic, Self, TypeVar
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
 
 class Ahead(Generic[T]):
-    """A context in which `take` returns `make(i)` for each i of `numbers` in turn, and then None. A
-    thread makes the one after it.
+    """Its `take` returns `make(i)` for each i of `numbers` in turn, and then None. A thread makes
+    the one after it, until `close`.
 
     Attributes:
       number: the i of what `take` returns next.
@@ -34,13 +33,5 @@ class Ahead(Generic[T]):
         self._submit(self.number + 1)
         return made
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         self._pool.shutdown()

@@ -2,6 +2,7 @@
 
 import argparse
 import collections
+import contextlib
 import math
 import sys
 import time
@@ -58,7 +59,7 @@ def train(
 
     with (
         Interruption() as interruption,
-        Ahead(make, range(saved, args.steps)) as batches,
+        contextlib.closing(Ahead(make, range(saved, args.steps))) as batches,
         checkpoints.Saver(args.out, options, saved) as saver,
     ):
         batch = batches.take()
