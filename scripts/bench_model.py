@@ -38,8 +38,8 @@ from benchmarking.model_step import Figures, Row, Settings
 from benchmarking.processes import apart
 from benchmarking.report import Table
 from benchmarking.timing import reason_of
+from rwkv_jax._training import xla_flags
 from rwkv_jax.models import Kernels, rwkv7
-from training import xla_flags
 
 COMPILATION = ("trace_s", "lower_s", "compile_s")
 ROWS = (Row(24, 2048, 4), Row(12, 768, 16), Row(24, 1024, 8), Row(8, 4096, 4))

@@ -35,10 +35,10 @@ import numpy as np
 
 from benchmarking.report import Table
 from rwkv_jax import models
+from rwkv_jax._training.options import SIZES, positive
 from rwkv_jax.generation import Sampling, TokenStream
 from rwkv_jax.models import rwkv7
 from rwkv_jax.serving import Pool, Request
-from training.options import SIZES, positive
 
 SAMPLING = Sampling(top_p=0.9, presence_penalty=0.2, frequency_penalty=0.2, decay=0.996)
 

@@ -44,8 +44,8 @@ from benchmarking.official import Hyperparameters
 from benchmarking.processes import apart
 from benchmarking.report import Table
 from rwkv_jax import tokenizers
+from rwkv_jax._training import data
 from rwkv_jax.models import Kernels, rwkv7
-from training import data
 
 L2_WRAP = 1e-4
 OFFICIAL = "official"

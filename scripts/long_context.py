@@ -24,9 +24,9 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
+from rwkv_jax._training import data
+from rwkv_jax._training.options import SIZES, positive
 from rwkv_jax.models import rwkv7
-from training import data
-from training.options import SIZES, positive
 
 
 def loss_of(

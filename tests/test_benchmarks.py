@@ -302,8 +302,8 @@ def test_compared_steps_read_tokens(monkeypatch: pytest.MonkeyPatch, checkout: P
 def test_compared_steps_are_those_of_train(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> None:
     """The same losses as from the step of train.py, which has no L2 wrap."""
     compare = importlib.import_module("compare_official")
-    train = importlib.import_module("train")
-    steps = importlib.import_module("training.steps")
+    train = scripts.load(scripts.TRAIN)
+    steps = importlib.import_module("rwkv_jax._training.steps")
     sizes = ["--layers=1", "--width=64", "--batch=2", "--context=16", "--steps=4", "--warmup=2"]
     args = compare.parse([str(checkout), "--tokenizer=bytes", *sizes])
     monkeypatch.setattr(compare, "L2_WRAP", 0.0)

@@ -2,26 +2,20 @@
 
 import dataclasses
 import functools
-from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rwkv_jax._training import copies
 from rwkv_jax.models import Kernels, rwkv7
-from support import scripts
 from support.models import random_like, shapes_of
 
 CONFIG = rwkv7.Config(2, 64, head_size=32, vocab_size=16)
 
 
-@pytest.fixture(scope="module")
-def copies() -> ModuleType:
-    return scripts.load("training.copies")
-
-
-def test_matrices_of_blocks_are_copied(copies: ModuleType) -> None:
+def test_matrices_of_blocks_are_copied() -> None:
     """And the model computes with the copies."""
     params = random_like(shapes_of(rwkv7, CONFIG))
     tree = copies.rounded(params, "bfloat16")
@@ -41,7 +35,7 @@ def test_matrices_of_blocks_are_copied(copies: ModuleType) -> None:
 
 
 @pytest.mark.slow
-def test_copies_change_neither_loss_nor_gradients(copies: ModuleType) -> None:
+def test_copies_change_neither_loss_nor_gradients() -> None:
     rng = np.random.default_rng(0)
     params = random_like(shapes_of(rwkv7, dataclasses.replace(CONFIG, num_layers=1)))
     tokens = jnp.asarray(rng.integers(0, 16, (2, 20)))

@@ -31,7 +31,7 @@ def step(train: ModuleType, *options: str) -> dict[str, np.ndarray]:
     import jax
     import optax
 
-    steps = importlib.import_module("training.steps")
+    steps = importlib.import_module("rwkv_jax._training.steps")
     place = train.devices.place
     args = train.options.parse([*MODEL, *options])
     model, _ = train.prepare(args)
@@ -58,7 +58,7 @@ def step(train: ModuleType, *options: str) -> dict[str, np.ndarray]:
 def main(out: str, implementation: str, address: str, index: str) -> None:
     import jax
 
-    train = scripts.load("train")
+    train = scripts.load(scripts.TRAIN)
     jax.distributed.initialize(address, 2, int(index))
     for mesh in MESHES:
         results = step(train, f"--mesh={mesh}", f"--implementation={implementation}")
@@ -92,7 +92,7 @@ def test_two_processes_step_as_one(tmp_path: Path, address: str) -> None:
         with open(out / "output", "w") as output:
             runs.append(subprocess.Popen(command, stdout=output, stderr=output, env=env))
     try:
-        with scripts.running("train") as train:
+        with scripts.running(scripts.TRAIN) as train:
             expected = step(train, "--mesh=data=1", f"--implementation={implementation}")
         codes = [run.wait(timeout=300) for run in runs]
     finally:

@@ -33,10 +33,12 @@ def test_no_module_needs_one_that_needs_it() -> None:
 
 
 def test_who_asks_for_devices() -> None:
-    """`_native/gpus.py` alone, for all GPUs of the process, and commands, which do not trace."""
+    """`_native/gpus.py` alone, for all GPUs of the process, and what a user starts, which chooses
+    its devices."""
     question = re.compile(r"\bjax\.(local_)?device(s|_count)\b")
     files = [x for x in PACKAGE.rglob("*.py") if question.search(x.read_text())]
-    assert [x for x in files if x.parent.name != "_commands"] == [PACKAGE / "_native" / "gpus.py"]
+    started = {"_commands", "_training"}
+    assert [x for x in files if x.parent.name not in started] == [PACKAGE / "_native" / "gpus.py"]
 
 
 @pytest.mark.skipif("ffi" not in available("wkv7", Case(2, 16, 2, 32)), reason="no native kernels")

@@ -45,7 +45,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def whole(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of an uninterrupted run on one device."""
     out = tmp_path_factory.mktemp("whole")
-    with scripts.running("train") as train:
+    with scripts.running(scripts.TRAIN) as train:
         assert train.main([*options, f"--out={out}"]) == 0
     return out
 
@@ -129,7 +129,7 @@ def test_training_keeps_everything_where_it_is(
 ) -> None:
     """Devices exchange only transitions and single tokens of a sequence, and no whole activations
     except the sums of a layer."""
-    steps = importlib.import_module("training.steps")
+    steps = importlib.import_module("rwkv_jax._training.steps")
     args = train.options.parse([*options, f"--mesh={axes}"])
     model, _ = train.prepare(args)
     mesh, optimizer = model.mesh, train.loop.make_optimizer(args, model.mesh.size)
@@ -155,7 +155,7 @@ def test_joined_gradients_give_the_same_updates(
 ) -> None:
     """Some gradients are joined to several arrays, and the largest to none. Their norm is below the
     limit in the first step, and above it in the second one."""
-    clipping = importlib.import_module("training.clipping")
+    clipping = importlib.import_module("rwkv_jax._training.clipping")
     monkeypatch.setattr(clipping, "SMALL", 1000)
     monkeypatch.setattr(clipping, "JOINED", 7)
     args = train.options.parse(options)

@@ -53,7 +53,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def finished(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a finished run."""
     out = tmp_path_factory.mktemp("finished")
-    with scripts.running("train") as train, pytest.MonkeyPatch.context() as patch:
+    with scripts.running(scripts.TRAIN) as train, pytest.MonkeyPatch.context() as patch:
         without_computing(train, patch)
         assert train.main([*options, f"--out={out}"]) == 0
     return out

@@ -18,10 +18,10 @@ from benchmarking import profile
 from benchmarking.model_step import random_parameters
 from benchmarking.timing import copy_gb_s, seconds
 from rwkv_jax import models
+from rwkv_jax._training.sizes import flops_per_token
 from rwkv_jax.generation._sampling import first_largest
 from rwkv_jax.models import Kernels, rwkv7
 from rwkv_jax.models._deferral import at_step, deferred, flush
-from training.sizes import flops_per_token
 
 Figures: TypeAlias = dict[str, Any]
 

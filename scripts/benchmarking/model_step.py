@@ -17,11 +17,11 @@ from jax import Array
 
 from benchmarking import profile
 from benchmarking.timing import seconds
+from rwkv_jax._training import copies
+from rwkv_jax._training.clipping import clipped
+from rwkv_jax._training.sizes import flops_per_token
 from rwkv_jax.losses import cross_entropy
 from rwkv_jax.models import rwkv7
-from training import copies
-from training.clipping import clipped
-from training.sizes import flops_per_token
 
 Figures: TypeAlias = dict[str, Any]
 
@@ -93,7 +93,7 @@ def make_optimizer(learning_rate: float, warmup: int, steps: int, weight_decay: 
     """The optimizer of train.py, which needs optax. Where optax is not installed, it is an AdamW of
     the same cost without a schedule, for timing alone."""
     try:
-        from training import optimizer
+        from rwkv_jax._training import optimizer
     except ImportError:
         return _adamw(learning_rate, weight_decay)
     transformation = optimizer.make_optimizer(

@@ -26,8 +26,8 @@ import numpy as np
 
 from benchmarking import official_float32
 from benchmarking.model_step import Figures, Row, Settings
+from rwkv_jax._training.sizes import flops_per_token
 from rwkv_jax.models import rwkv7
-from training.sizes import flops_per_token
 
 HEAD_SIZE = 64
 """The only head size of its kernels."""

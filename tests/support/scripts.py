@@ -1,4 +1,4 @@
-"""The training scripts as modules."""
+"""Scripts, and the run of training, as modules."""
 
 import contextlib
 import importlib
@@ -12,6 +12,7 @@ import jax
 import pytest
 
 SCRIPTS = str(Path(__file__).parents[2] / "scripts")
+TRAIN = "rwkv_jax._training.run"
 
 
 def load(name: str) -> ModuleType:
@@ -31,7 +32,7 @@ def running(name: str) -> Iterator[ModuleType]:
 
 @pytest.fixture
 def train() -> Iterator[ModuleType]:
-    with running("train") as module:
+    with running(TRAIN) as module:
         yield module
 
 
@@ -41,7 +42,7 @@ AtStep: TypeAlias = Callable[[int, Callable[[], object]], None]
 @pytest.fixture
 def at_step(train: ModuleType, monkeypatch: pytest.MonkeyPatch) -> AtStep:
     """Does something before `train` computes a step, when it takes the batch of that step."""
-    ahead = importlib.import_module("training.ahead").Ahead
+    ahead = importlib.import_module("rwkv_jax._training.ahead").Ahead
     take = ahead.take
 
     def at_step(step: int, action: Callable[[], object]) -> None:

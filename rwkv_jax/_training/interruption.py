@@ -2,7 +2,6 @@
 
 import signal
 from types import FrameType, TracebackType
-from typing import Self
 
 import jax
 import numpy as np
@@ -16,7 +15,7 @@ class Interruption:
     """A context that takes note of Ctrl-C instead of stopping at once. A second Ctrl-C does stop at
     once."""
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Interruption":
         self._noted = False
         self._usual = signal.signal(signal.SIGINT, self._note)
         return self

@@ -11,13 +11,13 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from rwkv_jax._training import copies
+from rwkv_jax._training.clocks import Start
+from rwkv_jax._training.data import Batch
+from rwkv_jax._training.devices import place
+from rwkv_jax._training.language_model import Model, mean_loss
+from rwkv_jax._training.optimizer import updated
 from rwkv_jax.models import rwkv7
-from training import copies
-from training.clocks import Start
-from training.data import Batch
-from training.devices import place
-from training.language_model import Model, mean_loss
-from training.optimizer import updated
 
 
 class State(NamedTuple):

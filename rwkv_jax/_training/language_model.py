@@ -6,12 +6,12 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from rwkv_jax._training.copies import in_place
+from rwkv_jax._training.data import Batch
 from rwkv_jax.losses import cross_entropy
 from rwkv_jax.models import Kernels, rwkv7
 from rwkv_jax.sharding import shard
 from rwkv_jax.wkv7 import wkv7
-from training.copies import in_place
-from training.data import Batch
 
 
 class Model(NamedTuple):

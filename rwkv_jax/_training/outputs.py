@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from training import checkpoints
-from training.processes import by_first
+from rwkv_jax._training import checkpoints
+from rwkv_jax._training.processes import by_first
 
 MODEL, LOG, PLOT = "model.safetensors", "log.json", "loss.png"
 """Files of a finished run."""

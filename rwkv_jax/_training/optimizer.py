@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import optax
 
+from rwkv_jax._training.clipping import clipped
 from rwkv_jax.models import rwkv7
-from training.clipping import clipped
 
 
 def make_optimizer(args: argparse.Namespace, devices: int = 1) -> optax.GradientTransformation:

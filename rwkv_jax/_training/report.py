@@ -12,10 +12,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from rwkv_jax import generation
+from rwkv_jax._training.checkpoints import Log
+from rwkv_jax._training.sizes import flops_per_token
+from rwkv_jax._training.tasks import Answer
 from rwkv_jax.models import Kernels, rwkv7
-from training.checkpoints import Log
-from training.sizes import flops_per_token
-from training.tasks import Answer
 
 
 def speed(mesh: Mesh, params: rwkv7.Params, tokens_per_second: float, peak: float | None) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeAlias, TypedDict
+from typing import Any, TypeAlias, TypedDict
 
 import jax
 import numpy as np
@@ -65,7 +65,7 @@ class Saver:
         self._pool = ThreadPoolExecutor(1)
         self._writing: Future[int] | None = None
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Saver":
         return self
 
     def __exit__(

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from training.data import Batch
+from rwkv_jax._training.data import Batch
 
 TRAINING, HELD_OUT, JUDGED = range(3)
 """What examples are drawn for, which goes into their seed, so that no two uses share examples."""

@@ -13,15 +13,15 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
+from rwkv_jax._training import checkpoints, report, steps
+from rwkv_jax._training.ahead import Ahead
+from rwkv_jax._training.clocks import Clock, Start
+from rwkv_jax._training.data import Batch, Source
+from rwkv_jax._training.interruption import Interruption
+from rwkv_jax._training.language_model import Model
+from rwkv_jax._training.optimizer import make_optimizer
+from rwkv_jax._training.steps import Step, compiled_step, evaluation
 from rwkv_jax.models import rwkv7
-from training import checkpoints, report, steps
-from training.ahead import Ahead
-from training.clocks import Clock, Start
-from training.data import Batch, Source
-from training.interruption import Interruption
-from training.language_model import Model
-from training.optimizer import make_optimizer
-from training.steps import Step, compiled_step, evaluation
 
 IN_FLIGHT = 3
 """How many steps the device has been given beyond the last one whose loss is known."""

@@ -11,12 +11,12 @@ from typing import TypeVar
 import numpy as np
 
 from rwkv_jax import models
+from rwkv_jax._training.checkpoints import Options
+from rwkv_jax._training.compilation import default_cache
+from rwkv_jax._training.devices import AXES
+from rwkv_jax._training.tasks import TASKS
 from rwkv_jax.generation import Sampling
 from rwkv_jax.models import rwkv7
-from training.checkpoints import Options
-from training.compilation import default_cache
-from training.devices import AXES
-from training.tasks import TASKS
 
 VOCABULARY = 256
 

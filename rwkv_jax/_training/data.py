@@ -6,7 +6,7 @@ import sysconfig
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -33,6 +33,7 @@ class Batch(NamedTuple):
     segment_ids: jax.Array | np.ndarray | None = None
 
 
+@runtime_checkable
 class Source(Protocol):
     """What a model is trained on. `str` describes it."""
 

@@ -1,0 +1,1 @@
+"""What a run of training consists of: a module for each concern."""

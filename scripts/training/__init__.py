@@ -1,1 +1,0 @@
-"""What the training scripts consist of: a module for each concern."""
