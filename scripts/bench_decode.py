@@ -1,10 +1,11 @@
 """Time decoding with RWKV-7 language models: milliseconds a token, tokens/s, and how many times the
-floor that is. With --prefill, also the reading of a prompt.
+floor that is. With --generate, also `generate`; with --prefill, also the reading of a prompt.
 
     python scripts/bench_decode.py                      # the rows of this device
     python scripts/bench_decode.py --rows 32x4096x1 24x2048x256 --profile
     python scripts/bench_decode.py --rows 12x768x1xfloat32 --prefill 2048 --peak 0.1
     python scripts/bench_decode.py --device cpu --processor-time --json decode.json
+    python scripts/bench_decode.py --rows 24x2048x1 --generate 256
     python scripts/bench_decode.py --zeros 0 50 88      # what zeros in the channel mixing save
     python scripts/bench_decode.py --plot decode.png --rows 12x768x1 12x768x4 12x768x16
 
@@ -17,8 +18,10 @@ read once, but of the embedding the rows of the tokens alone, and all states are
 The speed of a copy is measured in the same process. With --zeros, the parameters are those of
 `models.for_decoding`, and the weights are made so that the channel mixings have this share of
 zeros, which trained models have by themselves: the floor then counts what the zeros leave to read.
-With --prefill, the share of the peak counts 2 operations for each number of a matrix, and 8 for
-each number of a state. Prompts are read one right after another, unless there is a --pause.
+With --generate N, `generate` samples N tokens of each row with top_p, and its speed is given as a
+share of that of the loop. With --prefill, the share of the peak counts 2 operations for each number
+of a matrix, and 8 for each number of a state. Prompts are read one right after another, unless
+there is a --pause.
 """
 
 import argparse
@@ -110,6 +113,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="ROWS",
         help="decode and read prompts with models.Invariant, so many rows at once",
     )
+    add("--generate", type=int, default=0, metavar="N", help="also generate N tokens with top_p")
     add("--prefill", type=int, default=0, metavar="T", help="also read a prompt of T tokens")
     add(
         "--pause",
@@ -138,8 +142,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args.tokens = TOKENS[args.device] if args.tokens is None else args.tokens
     if args.processor_time and args.device != "cpu":
         parser.error("--processor-time is for --device cpu")
-    if min(args.tokens, args.repeats, args.vocabulary) < 1 or args.prefill < 0:
-        parser.error("--tokens, --repeats and --vocabulary must be at least 1, --prefill 0")
+    if min(args.tokens, args.repeats, args.vocabulary) < 1 or min(args.generate, args.prefill) < 0:
+        parser.error(
+            "--tokens, --repeats and --vocabulary must be at least 1, --generate and --prefill 0"
+        )
     if not 0 <= args.pause < math.inf:
         parser.error("--pause must be at least 0")
     if args.invariant is not None and args.invariant < 1:
@@ -166,6 +172,7 @@ def measure(args: argparse.Namespace, row: Row) -> list[Figures]:
         processor_time=args.processor_time,
         blocks=None if args.fused is None else "fused" if args.fused else "separate",
         invariant=args.invariant,
+        generated=args.generate,
         prefill=args.prefill,
         pause=args.pause,
         peak=1e12 * args.peak,
@@ -191,9 +198,11 @@ def print_rows(table: Table, row: Row, rows: Sequence[Figures]) -> None:
         cells = [f"{figures['ms']:.2f}", f"{figures['tokens_per_second']:,.0f}"]
         if figures["pass"] == "decoding":
             cells += [f"{figures['bytes'] / 1e9:.3f}", f"{figures['copy_gb_s']:,.0f}"]
-            cells += [f"{figures['floor_ms']:.2f}", f"{figures['times_floor']:.2f}", "-"]
+            cells += [f"{figures['floor_ms']:.2f}", f"{figures['times_floor']:.2f}", *"--"]
+        elif figures["pass"] == "generate":
+            cells += [*"----", f"{figures['share_of_loop']:.1%}", "-"]
         else:
-            cells += [*"----", f"{figures['share_of_peak']:.1%}"]
+            cells += [*"-----", f"{figures['share_of_peak']:.1%}"]
         table.row(name, *cells)
 
 
@@ -236,7 +245,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.zeros:
         print("The weights are made so that the channel mixings have the named share of zeros.")
     print()
-    titles = ["ms", "tokens/s", "GB a token", "copy GB/s", "floor ms", "times floor", "of peak"]
+    titles = ["ms", "tokens/s", "GB a token", "copy GB/s", "floor ms", "times floor"]
+    titles += ["of loop", "of peak"]
     table = Table("layers x width, batch, weights, pass", *titles, widths=(48, 8))
     rows: list[Figures] = []
     for row in args.rows:

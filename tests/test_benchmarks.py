@@ -96,9 +96,10 @@ def test_decays_of_other_kinds(bench: Bench, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_decode(bench: Bench) -> None:
-    more = ("--rows=1x64x3xfloat32", "--prefill=16", "--pause=0.01", "--profile")
-    says = ("1x64, batch 3, float32, decoding", "prefill", "times floor", "one token")
-    decoding, prefill = bench("bench_decode", *more, says=says)
+    more = ("--rows=1x64x3xfloat32", "--prefill=16", "--pause=0.01", "--generate=2", "--profile")
+    says = ("1x64, batch 3, float32, decoding", "prefill", "times floor", "one token", "of loop")
+    decoding, generate, prefill = bench("bench_decode", *more, says=says)
+    assert generate["share_of_loop"] == pytest.approx(decoding["ms"] / generate["ms"])
     assert decoding["tokens_per_second"] == pytest.approx(3e3 / decoding["ms"])
     matrices = 12 * 64 * 64 + 3 * 2 * 64 * 32
     vectors = 64 * (19 - 1 + 2 + 2)

@@ -531,11 +531,12 @@ class Spoken(TokenStream):
 
     def __init__(self, rows: Sequence[bytes]):
         self.tokens, self.finish_reasons = [[] for _ in rows], [None for _ in rows]
+        self.logprobs = None
         self._active, self._left = np.ones(len(rows), bool), 100
         self._columns = zip_longest(*([*row, -1] for row in rows), fillvalue=-1)
 
-    def _decoded(self, steps: int) -> list[list[int | None]]:
-        return [self._given(list(next(self._columns)))]
+    def _decoded(self, left: int, *, all_steps: bool = False) -> Any:
+        return np.array([next(self._columns)]), 1, None
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Tokens as they come, and all of them at once."""
 
+import collections
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -7,10 +8,11 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.typing import DTypeLike
 
 from rwkv_jax._operator import check
-from rwkv_jax.generation import _decoding, _prefill, _session
+from rwkv_jax.generation import _decoding, _log_probs, _prefill, _session
 from rwkv_jax.generation._log_probs import LogProbs
 from rwkv_jax.generation._prefill import PREFILL_CHUNKS
 from rwkv_jax.generation._sampling import (
@@ -29,6 +31,9 @@ from rwkv_jax.models._kernels import Kernels, chosen
 Reason: TypeAlias = Literal["length", "stop token", "stopped", "failed"]
 """Why a row has ended: it has `max_new_tokens`, it sampled one of `stop_tokens`, the caller of
 `TokenStream.stop` stopped it, or its logits are NaN or infinite."""
+
+_Sampled: TypeAlias = tuple[Array | np.ndarray, Array | int, _log_probs.Steps | None]
+"""The tokens of a call, how many steps they took, and their log probabilities."""
 
 
 class TokenStream(Iterator[list[int | None]]):
@@ -167,29 +172,40 @@ class TokenStream(Iterator[list[int | None]]):
         if not self._active.any():
             self._check()
             raise StopIteration
-        (given,) = self._decoded(1)
+        (given,) = self._taken(self._decoded(self._left))
         return given
 
     def run(self) -> None:
         """Go on to the end of all rows, in calls of many tokens: faster than one at a time."""
+        # The device is given a call before the tokens of the one before it are here. Where a row
+        # has ended in that one, it samples what ended it once more.
+        calls, left = collections.deque[_Sampled](), self._left
         while self._active.any():
-            self._decoded(_decoding.MOST_STEPS)
+            while left > 0 and len(calls) < 2:
+                calls.append(self._decoded(left, all_steps=True))
+                left -= _decoding.STEPS
+            self._taken(calls.popleft())
         self._check()
 
-    def _decoded(self, steps: int) -> list[list[int | None]]:
-        """What up to so many iterations give."""
-        self._session, tokens, count, found = _decoding.decode(
+    def _decoded(self, left: int, *, all_steps: bool = False) -> _Sampled:
+        """Start a call of one step, or of all steps, in which each row may have `left` tokens."""
+        self._session, *sampled = _decoding.decode(
             *(self._model, self._params, self._session, self._controls),
-            np.where(self._active, np.int32(self._left), np.int32(0)),
-            steps=np.int32(steps),
+            np.where(self._active, np.int32(left), np.int32(0)),
+            steps=np.int32(1),
             min_active_rows=np.int32(1),
             defers=True,
+            all_steps=all_steps,
             logprobs=self._number,
         )
-        tokens, count, found = jax.device_get((tokens, count, found))
+        return tuple(sampled)
+
+    def _taken(self, sampled: _Sampled) -> list[list[int | None]]:
+        """What the iterations give whose steps a call samples."""
+        tokens, count, found = jax.device_get(sampled)
         given = []
-        for step, sampled in enumerate(tokens[: int(count)].tolist()):
-            given.append(self._given(sampled))
+        for step, row_tokens in enumerate(tokens[: int(count)].tolist()):
+            given.append(self._given(row_tokens))
             if self.logprobs is not None:
                 for row, token in enumerate(given[-1]):
                     if token is not None:

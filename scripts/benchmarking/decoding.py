@@ -19,6 +19,7 @@ from benchmarking.model_step import random_parameters
 from benchmarking.timing import copy_gb_s, seconds
 from rwkv_jax import models
 from rwkv_jax._training.sizes import flops_per_token
+from rwkv_jax.generation import Sampling, TokenStream
 from rwkv_jax.generation._sampling import first_largest
 from rwkv_jax.models import Kernels, rwkv7
 from rwkv_jax.models._deferral import at_step, deferred, flush
@@ -55,6 +56,8 @@ class Settings:
       processor_time: whether the processor time of this process counts, and not the clock.
       blocks: as `Kernels` has it, while the model decodes.
       invariant: how many rows `models.Invariant` takes at once, or None for the model without it.
+      generated: how many tokens `generate` samples with top_p in each row, which is timed as well,
+        or 0.
       prefill: the length of a prompt whose reading is timed as well, or 0.
       pause: seconds in which the device is idle before each prompt.
       peak: operations that the device could do in a second.
@@ -69,6 +72,7 @@ class Settings:
     processor_time: bool = False
     blocks: str | None = None
     invariant: int | None = None
+    generated: int = 0
     prefill: int = 0
     pause: float = 0.0
     peak: float = 989e12
@@ -196,6 +200,8 @@ def measure(row: Row, settings: Settings) -> list[Figures]:
         "times_floor": median / floor,
     }
     figures = [decoding | _profile(run, compiled, row, settings, "decoding", settings.tokens)]
+    if settings.generated:
+        figures.append(about | _generated(params, row, settings, median))
     if settings.prefill:
         del state
         figures.append(about | _prefill(params, row, settings))
@@ -210,6 +216,31 @@ def _profile(
         return {}
     folder = settings.traces and settings.traces / "x".join(map(str, row)) / name
     return {"profile": profile.of_steps(run, compiled.as_text() or "", steps=steps, folder=folder)}
+
+
+def _generated(params: rwkv7.Params, row: Row, settings: Settings, loop_ms: float) -> Figures:
+    """The figures of `generate` after the first token of a prompt. The loop takes `loop_ms` a
+    token."""
+
+    def milliseconds() -> float:
+        stream = TokenStream(
+            *(settings.model, params, [[0]] * row.batch, settings.generated),
+            sampling=Sampling(top_p=0.5),
+            dtype=settings.dtype,
+            kernels=Kernels(blocks=settings.blocks),
+        )
+        jax.block_until_ready(stream.session)
+        return 1e3 * seconds(stream.run, settings.clock) / settings.generated
+
+    took = [milliseconds() for _ in range(settings.repeats + 1)][1:]
+    median = statistics.median(took)
+    return {
+        "pass": "generate",
+        "ms": median,
+        "best_ms": min(took),
+        "tokens_per_second": 1e3 * row.batch / median,
+        "share_of_loop": loop_ms / median,
+    }
 
 
 def _prefill(params: rwkv7.Params, row: Row, settings: Settings) -> Figures:
