@@ -32,7 +32,7 @@ from support import harness, internals, language_models, layer_functions, models
 from support.cases import CU_SEQLENS, Arrays, Case
 from support.emulation import DEVICES, Call, Device, Emulation, needs_emulation
 from support.layer_functions import ELEMENTWISE, LAYER_FUNCTIONS
-from support.operators import DELTA_RULES, OPERATORS, SEQUENCES, Run
+from support.operators import DELTA_STEPS, OPERATORS, SEQUENCES, Run
 
 pytestmark = [needs_emulation, pytest.mark.slow]
 
@@ -88,7 +88,7 @@ def _check(
         suits = 0 < plan["shared_memory"] <= emulated.gpu.shared_memory
         assert suits == (plan["kernel"] == "matrix units"), plan
     padding = rows.get("segment_ids", np.ones(1)) == 0
-    timed = (OPERATORS | DELTA_RULES)[op].timed
+    timed = Run(op, "ffi").operator.timed
     for name in ("y", *(f"d{n}" for n in timed)) if padding.any() else ():
         assert not found[name][padding].any(), name
     return found
@@ -193,6 +193,18 @@ ALONE = [
     ("wkv5_step", Case(2, 1, 1, 32, dtype="float16", decay="log"), EXACT, 132, 1),
     ("wkv6_step", Case(2, 1, 2, 64, dtype="bfloat16", decay="exp"), EXACT, 132, 1),
     ("wkv7_step", Case(2, 1, 1, 128, dtype="bfloat16"), EXACT, 132, 1),
+    ("wkv7_step", Case(1, 1, 2, 64, decay="log", regime="extreme"), EXACT, 132, 1),
+    ("gated_delta_rule_step", Case(2, 1, 4, 128, dtype="bfloat16", decay="log"), EXACT, 132, 1),
+    ("gated_delta_rule_step", Case(1, 1, 3, 16, decay="log"), EXACT, 132, 1),
+    ("gated_delta_rule_step", Case(1, 1, 2, 64, dtype="float16", decay="log"), EXACT, 132, 1),
+    ("kimi_delta_attention_step", Case(1, 1, 2, 128, decay="log"), EXACT, 132, 1),
+    (
+        "kimi_delta_attention_step",
+        Case(2, 1, 4, 32, dtype="bfloat16", decay="log", regime="mixed"),
+        EXACT,
+        132,
+        1,
+    ),
 ]
 """Each with a precision, the number of multiprocessors, and the share of scratch. Few
 multiprocessors or little scratch mean few splits, or one; little scratch also means that few heads
@@ -210,6 +222,23 @@ def test_a_sequence_in_each_row(
 ) -> None:
     emulated.use(Device(multiprocessors), share)
     _check(emulated, op, case, precision=precision)
+
+
+@pytest.mark.parametrize("op", DELTA_STEPS)
+def test_a_step_of_the_delta_rule_is_one_kernel_and_rounds_no_operand(
+    emulated: Emulation, op: str
+) -> None:
+    """At any precision; but the highest one also takes a `g` of float32 as it is."""
+    inputs, _ = harness.operands(op, Case(2, 1, 4, 64, dtype="bfloat16", decay="log"))
+    step = functools.partial(getattr(rwkv_jax, op), **inputs, implementation="ffi")
+    found, exact = ([*map(np.asarray, step(precision=x))] for x in (None, EXACT))
+    assert emulated.files == {f"rwkv_{op}_v1": {"step.cu"}}
+    assert [x.tobytes() for x in found] == [x.tobytes() for x in exact]
+    options = {"g": 1.001 * inputs["g"].astype(np.float32), "precision": EXACT}
+    y, state = step(**options)
+    expected, expected_state = step(**options | {"implementation": "reference"})
+    assert y.dtype == expected.dtype
+    assert tolerance.rms_error(np.asarray(state), np.asarray(expected_state)) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -1084,6 +1113,12 @@ def _of_layer(emulation: Emulation, name: str, direction: str) -> Named:
     return _named(emulation, forward if direction == "forward" else backward)
 
 
+def _of_delta_step(emulation: Emulation, op: str) -> Named:
+    inputs, _ = DELTA_STEPS[op].make(Case(2, 1, 4, 16, dtype="bfloat16", decay="log"))
+    step = functools.partial(getattr(rwkv_jax, op), implementation="ffi")
+    return _named(emulation, emulation.traced(lambda named: step(**named), inputs)[0])
+
+
 def _of_block(emulation: Emulation, kinds: str) -> Named:
     """The step of a block in which every axis that may differ from the others does."""
     first, deferred = "first" in kinds, "deferred" in kinds
@@ -1163,6 +1198,8 @@ def _call(emulation: Emulation, name: str) -> Named:
         return MADE[name]
     if name in BLOCK_STEPS:
         return _of_block(emulation, name)
+    if name in DELTA_STEPS:
+        return _of_delta_step(emulation, name)
     return _of_layer(emulation, *name.split())
 
 
@@ -1198,7 +1235,7 @@ def _error(emulation: Emulation, call: Named, changes: Mapping[Any, Any]) -> str
     return str(error.value)
 
 
-@pytest.mark.parametrize("name", [*LAYER_PASSES, *BLOCK_STEPS, *MADE])
+@pytest.mark.parametrize("name", [*LAYER_PASSES, *BLOCK_STEPS, *DELTA_STEPS, *MADE])
 def test_wrong_arrays_are_refused(emulated: Emulation, name: str) -> None:
     """Every operand and result that is missing or has another shape or dtype is named."""
     call = _call(emulated, name)
@@ -1236,6 +1273,12 @@ KEYED = [
 
 WRONG: dict[str, list[tuple[dict[Any, Any], str]]] = {
     "wkv7_step": [({}, "w is missing")],
+    "gated_delta_rule_step": [
+        ({"attributes": {"decay": 1}}, "decay is 1; expected 0 (log)"),
+        ({"q": {1: 3}, "k": {1: 3}}, "G = 3 and H = 4; expected an H that is a multiple of G"),
+        ({16: 24}, "K = 24 and V = 24; expected K = V, a power of two from 16 to 128"),
+        ({"scale": (2,)}, "scale has J = 2; expected 1"),
+    ],
     "norm_shift_mix forward": [
         ({32: 17}, "x has D = 17; expected a multiple of 16"),
         ({32: 4112}, "x has D = 4112; expected a multiple of 16"),

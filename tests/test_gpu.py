@@ -32,7 +32,7 @@ from support import (
 from support.cases import Case
 from support.harness import ON_MATRIX_UNITS as OPS_ON_MATRIX_UNITS
 from support.harness import assert_right, check, expected, operands, results, value_and_gradients
-from support.operators import DELTA_RULES, OPERATORS, SEQUENCES, STEPS, Run
+from support.operators import DELTA_RULES, DELTA_STEPS, OPERATORS, SEQUENCES, STEPS, Run
 
 ON_MATRIX_UNITS = [(op, size) for op, sizes in OPS_ON_MATRIX_UNITS.items() for size in sizes]
 
@@ -139,6 +139,18 @@ def test_delta_rules_run_their_own_kernels(op: str) -> None:
     lowered = value_and_gradients.lower(Run(op, None), inputs, cotangents, precision=None)
     own = {f"rwkv_{op}_{name}_v1" for name in ("fwd", "bwd")}
     assert hlo.targets(lowered.compile().as_text()) == own
+    one = f"{op}_step"
+    token, _ = operands(one, _delta_rule(2, 1, 2, 64))
+    lowered = jax.jit(getattr(rwkv_jax, one)).lower(**token)
+    assert hlo.targets(lowered.compile().as_text()) == {f"rwkv_{one}_v1"}
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("size", [16, 32, 64, 128])
+@pytest.mark.parametrize("op", DELTA_STEPS)
+def test_steps_of_delta_rules(op: str, size: int, dtype: str) -> None:
+    for case in (_delta_rule(3, 1, 4, size, dtype=dtype), _delta_rule(70, 1, 33, size)):
+        check(Run(op, "ffi"), case)
 
 
 @pytest.mark.parametrize("op", OPS_ON_MATRIX_UNITS)

@@ -42,10 +42,13 @@ struct Cuda {
         {"rwkv_gated_delta_rule_fwd_v1", Target<Cuda, GatedDeltaRule, Pass::kForward>});
     targets.push_back(
         {"rwkv_gated_delta_rule_bwd_v1", Target<Cuda, GatedDeltaRule, Pass::kBackward>});
+    targets.push_back({"rwkv_gated_delta_rule_step_v1", Target<Cuda, GatedDeltaRule, Pass::kStep>});
     targets.push_back(
         {"rwkv_kimi_delta_attention_fwd_v1", Target<Cuda, KimiDeltaAttention, Pass::kForward>});
     targets.push_back(
         {"rwkv_kimi_delta_attention_bwd_v1", Target<Cuda, KimiDeltaAttention, Pass::kBackward>});
+    targets.push_back(
+        {"rwkv_kimi_delta_attention_step_v1", Target<Cuda, KimiDeltaAttention, Pass::kStep>});
     for (const auto& more :
          {LayerTargets(), FeedForwardTargets(), LowRankTargets(), LossTargets(), BlockTargets()})
       targets.insert(targets.end(), more.begin(), more.end());
@@ -57,10 +60,11 @@ struct Cuda {
                            const Attributes& attributes) {
     constexpr bool kPads = std::is_base_of_v<Wkv7, Operator> &&
                            !std::is_same_v<Operator, KeyedWkv7> && kPass != Pass::kStep;
-    CallReader<Operator> reader(kPass, args, rets, attributes, kMaxHeadSize, kPads);
     auto call = EmptyCall<Operator, kPass>();
+    constexpr bool kSharesKeys = kPads || kIsDelta<decltype(call)>;
+    CallReader<Operator> reader(kPass, args, rets, attributes, kMaxHeadSize, kPads, kSharesKeys);
     reader.Read(call);
-    ReadForm(reader.operands, call);
+    ReadForm(reader.operands, kPass, call);
     if (ffi::Error error = reader.operands.Finish(); error.failure()) return error;
 
     const Problem& problem = reader.problem;
@@ -82,7 +86,7 @@ struct Cuda {
       reader.operands.Require(
           plan.matrix_units,
           "no kernel computes this transition; has_transition tells which ones exist");
-    if constexpr (kIsForm<decltype(call)>)
+    if constexpr (kIsForm<decltype(call)> && kPass != Pass::kStep)
       reader.operands.Require(plan.matrix_units, "T = ", problem.tokens, " on a device with ",
                               plan.device.shared_memory,
                               " bytes of shared memory for a block; expected at least ",

@@ -1,4 +1,5 @@
-"""The CUDA kernels of WKV7 on matrix units that make its operands where they need them.
+"""The CUDA kernels of WKV7 that make its operands where they need them: those on matrix units, and
+that of one token.
 
 What they do not take is made into a call of WKV7 by XLA.
 """
@@ -30,7 +31,7 @@ class DeltaKernels(Form):
     signature: Signature
 
     def __post_init__(self) -> None:
-        library.register_export_targets(*(self._target(name) for name in ("fwd", "bwd")))
+        library.register_export_targets(*(self._target(name) for name in ("fwd", "bwd", "step")))
 
     def forward(self, options: Options, platform: str, operands: Forward) -> Result:
         if not self._suits(options, platform, operands):
@@ -38,7 +39,7 @@ class DeltaKernels(Form):
         signature, packing = self.signature, operands.packing
         n = self._kernels.cuts(platform, operands)
         operands = self._cut(signature.forward_axes(packing), operands, n)
-        tensors, floats = self._apart(operands.inputs)
+        tensors, floats = self._apart(options, operands.inputs)
         results, given, attributes, result = self._kernels.forward_call(
             *self._call(options, platform, operands, tensors)
         )
@@ -52,7 +53,7 @@ class DeltaKernels(Form):
         signature, packing, inputs = self.signature, operands.packing, operands.inputs
         n = self._kernels.cuts(platform, operands)
         operands = self._cut(signature.backward_axes(packing), operands, n)
-        tensors, floats = self._apart(operands.inputs)
+        tensors, floats = self._apart(options, operands.inputs)
         results, given, attributes, gradients = self._kernels.backward_call(
             *self._call(options, platform, operands, tensors)
         )
@@ -70,6 +71,15 @@ class DeltaKernels(Form):
         dinputs = {name: dx.astype(inputs[name].dtype) for name, dx in dinputs.items()}
         result = dataclasses.replace(of_tensors, inputs=dinputs)
         return cuts.joined(signature.gradient_axes(packing), result, n)
+
+    def step(self, options: Options, platform: str, operands: Forward) -> Result:
+        if platform != "cuda":
+            return super().step(options, platform, operands)
+        tensors, floats = self._apart(options, operands.inputs)
+        behind = *floats.values(), self._scale(options, operands)
+        options, _, made = self._call(options, platform, operands, tensors)
+        result = self._kernels.step_of(self._target("step"), options, made, *behind)
+        return dataclasses.replace(result, y=result.y.astype(operands.inputs["v"].dtype))
 
     def _target(self, name: str) -> str:
         return f"rwkv_{self.signature.name}_{name}_v1"
@@ -107,13 +117,17 @@ class DeltaKernels(Form):
             return False
         if inputs["v"].dtype == jnp.float32 or 0 in sizes.values():
             return False
-        call = self._call(options, platform, operands, self._apart(inputs)[0])
+        call = self._call(options, platform, operands, self._apart(options, inputs)[0])
         return not any(self._kernels.why_by_token(*call))
 
-    def _apart(self, inputs: Arrays) -> tuple[Arrays, Arrays]:
-        """The tensors, of the dtype of the values, and the inputs [B, T, H], of float32."""
+    def _apart(self, options: Options, inputs: Arrays) -> tuple[Arrays, Arrays]:
+        """The tensors, of the dtype of the values unless nothing may be rounded, and the inputs
+        [B, T, H], of float32."""
         names = self._kernels.signature.inputs
-        tensors = {name: inputs[name].astype(inputs["v"].dtype) for name in names}
+        given = [inputs[name] for name in names]
+        widest = max(given, key=lambda x: x.dtype.itemsize)
+        dtype = (widest if options.exact else inputs["v"]).dtype
+        tensors = {name: x.astype(dtype) for name, x in zip(names, given, strict=True)}
         others = (name for name in self.signature.inputs if name not in names)
         return tensors, {name: inputs[name].astype(jnp.float32) for name in others}
 

@@ -253,15 +253,20 @@ class NativeKernels(Implementation):
         return results, given, attributes, gradients
 
     def step(self, options: Options, platform: str, operands: Forward) -> Result:
+        return self.step_of(self._target("step"), options, operands)
+
+    def step_of(self, target: str, options: Options, operands: Forward, *further: Array) -> Result:
+        """The results of a target for one token, which may have further operands."""
         signature = self.signature
         inputs = [operands.inputs[name] for name in signature.inputs]
         state = {part: operands.state[part] for part in signature.state}
         y = operands.inputs[signature.y]
         found = library.call(
-            self._target("step"),
+            target,
             [(y.shape, y.dtype), *_like(state)],
             *inputs,
             *state.values(),
+            *further,
             aliases={len(inputs) + i: 1 + i for i in range(len(state))},
             decay=DECAYS[options.decay],
         )

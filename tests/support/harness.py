@@ -16,7 +16,7 @@ from jax.sharding import AxisType
 import rwkv_jax
 from support import internals, tolerance
 from support.cases import Arrays, Case
-from support.operators import DELTA_RULES, Operator, Run, flat
+from support.operators import DELTA_RULES, DELTA_STEPS, Operator, Run, flat
 
 ON_MATRIX_UNITS: dict[str, tuple[int, ...]] = dict.fromkeys(("wkv7", "wkv6", "wkv5"), (64, 128))
 """The head sizes that have CUDA kernels on matrix units. Those of WKV7 take others too."""
@@ -171,7 +171,7 @@ def ceilings(
     run: Run, inputs: Arrays, *, precision: str | None = "highest", **options: Any
 ) -> dict[str, float]:
     """How far each result and gradient of a call may be from the oracle."""
-    is_delta_rule = run.op in DELTA_RULES
+    is_delta_rule = run.op in DELTA_RULES | DELTA_STEPS
     if is_delta_rule:
         options.pop("decay", None)
     can = rwkv_jax.implementations(run.op, *inputs.values(), precision=precision, **options)

@@ -182,7 +182,7 @@ def other_targets(platform: str = "cuda") -> set[str]:
     of_layers = {target for function in functions for target in function.targets}
     of_forms = {*keyed_wkv7.TARGETS.values()}
     for op in ("gated_delta_rule", "kimi_delta_attention"):
-        of_forms |= {f"rwkv_{op}_{name}_v1" for name in ("fwd", "bwd")}
+        of_forms |= {f"rwkv_{op}_{name}_v1" for name in ("fwd", "bwd", "step")}
     of_products = {*feed_forward.TARGETS.values(), *low_rank.TARGETS.values(), low_rank_maps.TARGET}
     losses = {of_losses.OF_LOGITS, of_losses.OF_HIDDEN_STATES}
     return of_layers | of_forms | of_products | losses | {*block_step.TARGETS}

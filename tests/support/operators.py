@@ -89,8 +89,9 @@ SEQUENCES = {
 """The operators on whole sequences."""
 
 
-def _step(name: str, function: Callable[..., Any], several: tuple[Case, ...]) -> Operator:
-    sequence = SEQUENCES[name]
+def _step(
+    sequence: Operator, function: Callable[..., Any], several: tuple[Case, ...] = ()
+) -> Operator:
     timed = [x for x in sequence.inputs if x not in sequence.shared]
     return dataclasses.replace(
         sequence,
@@ -104,10 +105,10 @@ def _step(name: str, function: Callable[..., Any], several: tuple[Case, ...]) ->
 
 
 STEPS = {
-    "wkv7_step": _step("wkv7", rwkv_jax.wkv7_step, cases.WKV7_STEP),
-    "wkv6_step": _step("wkv6", rwkv_jax.wkv6_step, cases.WKV6_STEP),
-    "wkv5_step": _step("wkv5", rwkv_jax.wkv5_step, cases.WKV6_STEP),
-    "wkv4_step": _step("wkv4", flat("wkv4_step", rwkv_jax.wkv4_step), cases.WKV4_STEP),
+    "wkv7_step": _step(SEQUENCES["wkv7"], rwkv_jax.wkv7_step, cases.WKV7_STEP),
+    "wkv6_step": _step(SEQUENCES["wkv6"], rwkv_jax.wkv6_step, cases.WKV6_STEP),
+    "wkv5_step": _step(SEQUENCES["wkv5"], rwkv_jax.wkv5_step, cases.WKV6_STEP),
+    "wkv4_step": _step(SEQUENCES["wkv4"], flat("wkv4_step", rwkv_jax.wkv4_step), cases.WKV4_STEP),
 }
 """The operators on one token."""
 
@@ -130,6 +131,11 @@ DELTA_RULES = {
     "kimi_delta_attention": _delta_rule("kimi_delta_attention", by_head=False),
 }
 """Those of the delta rule, forms of WKV7, which have a file of tests of their own."""
+
+DELTA_STEPS = {
+    f"{name}_step": _step(sequence, flat(name, getattr(rwkv_jax, f"{name}_step")))
+    for name, sequence in DELTA_RULES.items()
+}
 
 IMPLEMENTATIONS = ("ffi", "pallas", "xla", "reference")
 
@@ -157,7 +163,7 @@ class Run(NamedTuple):
 
     @property
     def operator(self) -> Operator:
-        return (OPERATORS | DELTA_RULES)[self.op]
+        return (OPERATORS | DELTA_RULES | DELTA_STEPS)[self.op]
 
     @property
     def names(self) -> tuple[str, ...]:

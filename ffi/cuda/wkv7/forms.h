@@ -1,4 +1,4 @@
-// Forms of WKV7: targets with other operands, of which the kernels on matrix units make those of WKV7.
+// Forms of WKV7: targets with other operands, of which the kernels make those of WKV7.
 //
 //   rwkv_wkv7_keyed_{pass}_v2              k, a and b that wkv7_keys makes
 //   rwkv_gated_delta_rule_{pass}_v1        the delta rule, with a decay of each head
@@ -52,7 +52,7 @@ struct DeltaRule : Wkv7 {
 using GatedDeltaRule = DeltaRule<true>;
 using KimiDeltaAttention = DeltaRule<false>;
 
-// Whether a call is of a form. Such calls have kernels on matrix units alone.
+// Whether a call is of a form. But for steps such calls have kernels on matrix units alone.
 template <typename Call>
 constexpr bool kIsKeyed =
     std::is_same_v<Call, Wkv7KeyedForwardCall> || std::is_same_v<Call, Wkv7KeyedBackwardCall>;
@@ -64,7 +64,7 @@ constexpr bool kIsForm = kIsKeyed<Call> || kIsDelta<Call>;
 
 // Reads what stands behind the operands and results of WKV7, which `call` has: of an operator nothing, ...
 template <typename Call>
-void ReadForm(Operands&, Call&) {}
+void ReadForm(Operands&, Pass, Call&) {}
 
 // ... of a keyed call those of wkv7_keys, ...
 inline void ReadParameters(Operands& operands, const Wkv7Call& call, const float*& parameters) {
@@ -79,12 +79,12 @@ inline void ReadParameters(Operands& operands, const Wkv7Call& call, const float
   operands.Require(operands.packing() != Packing::kSequences,
                    "packing is 2 (sequences); expected 0 (none) or 1 (marks)");
 }
-inline void ReadForm(Operands& operands, Wkv7KeyedForwardCall& call) {
+inline void ReadForm(Operands& operands, Pass, Wkv7KeyedForwardCall& call) {
   ReadParameters(operands, call, call.parameters);
   call.bonus = static_cast<float*>(operands.Ret("bonus", "BTH", Kind::kFloat));
   call.inverse = static_cast<float*>(operands.Ret("inverse", "BTH", Kind::kFloat));
 }
-inline void ReadForm(Operands& operands, Wkv7KeyedBackwardCall& call) {
+inline void ReadForm(Operands& operands, Pass, Wkv7KeyedBackwardCall& call) {
   ReadParameters(operands, call, call.parameters);
   call.inverse = static_cast<const float*>(operands.Arg("inverse", "BTH", Kind::kFloat));
   call.dbonus = static_cast<const float*>(operands.Arg("dbonus", "BTH", Kind::kFloat));
@@ -93,18 +93,23 @@ inline void ReadForm(Operands& operands, Wkv7KeyedBackwardCall& call) {
 
 // ... and those of the delta rule.
 template <typename Call>
-void ReadDelta(Operands& operands, Call& call) {
-  if (call.head_decay) call.w = operands.Arg("g", "BTH", Kind::kFloat);
-  call.beta = static_cast<const float*>(operands.Arg("beta", "BTH", Kind::kFloat));
+void ReadDelta(Operands& operands, Pass pass, Call& call) {
+  const bool step = pass == Pass::kStep;
+  const char* const axes = step ? "BH" : "BTH";
+  if (call.head_decay) call.w = operands.Arg("g", axes, Kind::kFloat);
+  call.beta = static_cast<const float*>(operands.Arg("beta", axes, Kind::kFloat));
   call.scale = static_cast<const float*>(operands.Arg("scale", "J", Kind::kFloat));
   operands.Require(operands.Size('J') == 1, "scale has J = ", operands.Size('J'), "; expected 1");
-  operands.Require(call.dtype != Dtype::kF32, "the dtype is float32; expected bfloat16 or float16");
+  operands.Require(step || call.dtype != Dtype::kF32,
+                   "the dtype is float32; expected bfloat16 or float16");
   operands.Require(call.decay == Decay::kLog, "decay is ", static_cast<int64_t>(call.decay),
                    "; expected 0 (log)");
 }
-inline void ReadForm(Operands& operands, Wkv7DeltaForwardCall& call) { ReadDelta(operands, call); }
-inline void ReadForm(Operands& operands, Wkv7DeltaBackwardCall& call) {
-  ReadDelta(operands, call);
+inline void ReadForm(Operands& operands, Pass pass, Wkv7DeltaForwardCall& call) {
+  ReadDelta(operands, pass, call);
+}
+inline void ReadForm(Operands& operands, Pass pass, Wkv7DeltaBackwardCall& call) {
+  ReadDelta(operands, pass, call);
   if (call.head_decay) call.dw = operands.Ret("dg", "BTH", Kind::kFloat);
   call.dbeta = static_cast<float*>(operands.Ret("dbeta", "BTH", Kind::kFloat));
 }

@@ -44,6 +44,10 @@ __host__ __device__ constexpr int64_t ScratchSize(int64_t head_size) {
   return states * head_size * head_size + kChunk * head_size;
 }
 
+// One token of each head, without marks and sequences, and of which no state is saved (step.cu).
+cudaError_t Wkv7Step(cudaStream_t stream, const Wkv7ForwardCall& call);
+cudaError_t Wkv7Step(cudaStream_t stream, const Wkv7DeltaForwardCall& call);
+
 // `few_heads` is that of the plan.
 cudaError_t Wkv7Forward(cudaStream_t stream, const Wkv7ForwardCall& call, bool few_heads);
 cudaError_t Wkv7Backward(cudaStream_t stream, const Wkv7BackwardCall& call, const Device& device,

@@ -6,8 +6,10 @@ namespace rwkv_jax::cuda {
 
 cudaError_t Run(cudaStream_t stream, const Wkv7ForwardCall& call, const Plan& plan,
                 float* scratch) {
-  if (!plan.matrix_units) return Wkv7Forward(stream, call, plan.few_heads);
-  return Wkv7Scan(stream, call, plan.device, plan.SplitsIn(scratch));
+  if (plan.matrix_units) return Wkv7Scan(stream, call, plan.device, plan.SplitsIn(scratch));
+  const bool one_token = call.dims.tokens == 1 && !call.marks.Given() && !call.sequences.Given();
+  return one_token && call.states == nullptr ? Wkv7Step(stream, call)
+                                             : Wkv7Forward(stream, call, plan.few_heads);
 }
 
 // Whether a chunk may be steep.
@@ -38,6 +40,7 @@ cudaError_t Run(cudaStream_t stream, const Wkv7BackwardCall& call, const Plan& p
 
 cudaError_t Run(cudaStream_t stream, const Wkv7DeltaForwardCall& call, const Plan& plan,
                 float* scratch) {
+  if (!plan.matrix_units) return Wkv7Step(stream, call);
   return Wkv7Scan(stream, call, plan.device, plan.SplitsIn(scratch));
 }
 

@@ -39,8 +39,10 @@ struct Vectors {
   const T* x[kBackwardVectors];
 };
 
-template <typename T, int N, int kTokens>
+template <typename T, int N>
 struct ForwardShared {
+  static constexpr int kTokens = 8;
+
   float tokens[2][kForwardVectors * kTokens * N];
   alignas(16) T y[2][kTokens * N];
 };
@@ -51,14 +53,15 @@ using ForwardPartition = StatePartition<N, 4>;
 // Tokens are brought to shared memory kTokens at a time, in two stages: one is read while the other
 // is filled. The kernel is compiled for kBlocks blocks per multiprocessor. Many blocks hide each
 // other's latency; with few heads one block is faster, since it has more registers.
-template <typename T, int N, int kTokens, int kBlocks, bool kMarked>
+template <typename T, int N, int kBlocks, bool kMarked>
 __global__ __launch_bounds__(ForwardPartition<N>::kThreads, kBlocks) void ForwardKernel(
     const __grid_constant__ Vectors<T> inputs, int64_t row_tokens, int64_t heads, Dtype dtype,
     Decay decay, Marks marks, Sequences sequences, const float* initial_state, T* y,
     float* final_state, SavedStates states) {
+  constexpr int kTokens = ForwardShared<T, N>::kTokens;
   const Head<N> head(blockIdx.x, row_tokens, heads, sequences);
   RWKV_JAX_DYNAMIC_SHARED(16, memory);
-  auto& shared = *reinterpret_cast<ForwardShared<T, N, kTokens>*>(memory);
+  auto& shared = *reinterpret_cast<ForwardShared<T, N>*>(memory);
   using G = ForwardPartition<N>;
   const G partition;
   const int64_t tokens = head.span.tokens, stride = head.TokenStride();
@@ -729,23 +732,17 @@ cudaError_t Wkv7Forward(cudaStream_t stream, const Wkv7ForwardCall& call, bool f
   return ForFloatOrHalf(call.dtype, call.dims.head_size, [&](auto zero, auto size) {
     using T = decltype(zero);
     constexpr int N = size();
-    const auto launch = [&](auto tokens, auto blocks, auto marked) {
-      constexpr int kTokens = tokens(), kBlocks = blocks();
-      return Launch(ForwardKernel<T, N, kTokens, kBlocks, marked()>, heads,
-                    ForwardPartition<N>::kThreads, sizeof(ForwardShared<T, N, kTokens>), stream,
+    const auto launch = [&](auto blocks, auto marked) {
+      return Launch(ForwardKernel<T, N, blocks(), marked()>, heads, ForwardPartition<N>::kThreads,
+                    sizeof(ForwardShared<T, N>), stream,
                     Vectors<T>(call.w, call.k, call.v, call.a, call.b, call.r), call.dims.tokens,
                     call.dims.heads, call.dtype, call.decay, call.marks, call.sequences,
                     call.initial_state, static_cast<T*>(call.y), call.final_state, StatesOf(call));
     };
     constexpr std::integral_constant<int, 1> one;
     constexpr std::integral_constant<int, N == 64 ? 4 : 1> many;
-    if (call.dims.tokens == 1 && !call.marks.Given() && !call.sequences.Given()) {
-      constexpr std::integral_constant<int, N == 64 ? 4 : N == 128 ? 2 : 1> blocks;
-      return launch(one, blocks, std::false_type());
-    }
-    constexpr std::integral_constant<int, 8> eight;
     return ForMarks(call.marks, [&](auto marked) {
-      return few_heads ? launch(eight, one, marked) : launch(eight, many, marked);
+      return few_heads ? launch(one, marked) : launch(many, marked);
     });
   });
 }

@@ -119,13 +119,15 @@ struct Scratch {
 template <typename Operator>
 class CallReader {
  public:
-  // `pads` is that of Operands::Heads; then heads may also share keys.
+  // `pads` is that of Operands::Heads, and `shares_keys` says whether heads may share keys.
   CallReader(Pass pass, ffi::RemainingArgs args, ffi::RemainingRets rets,
-             const Attributes& attributes, int64_t max_head_size, bool pads = false)
+             const Attributes& attributes, int64_t max_head_size, bool pads = false,
+             bool shares_keys = false)
       : operands(NameOf(pass), args, rets, attributes.packing),
         attributes_(attributes),
         max_head_size_(max_head_size),
-        pads_(pads) {
+        pads_(pads),
+        shares_keys_(shares_keys) {
     problem.op = Operator::kOp, problem.pass = pass;
   }
 
@@ -226,7 +228,7 @@ class CallReader {
   void ReadInputs(Call& call) {
     Operator::SetConstants(call);
     ForInputs<Operator>([&](const auto& input) {
-      std::string axes = pads_ ? input.axes : AllHeads(input.axes);
+      std::string axes = shares_keys_ ? input.axes : AllHeads(input.axes);
       if (problem.pass == Pass::kStep && !input.Shared()) axes.erase(1, 1);
       ReadOperand(input.name, axes, input.kind(), call.*input.value);
     });
@@ -277,7 +279,7 @@ class CallReader {
 
   Attributes attributes_;
   int64_t max_head_size_;
-  bool pads_;
+  bool pads_, shares_keys_;
 };
 
 // The call of a pass, to be read.

@@ -63,8 +63,8 @@ struct HeadDims {
   int64_t head_size;   // K
   int64_t value_size;  // V, which is K but for WKV7 on matrix units
   int64_t saved;       // N, the states saved for the backward pass: Chunks(tokens), or 0
-  // Of WKV7 on matrix units heads may share keys: head h has those of key head h / group. All others have `heads` key
-  // heads.
+  // Of WKV7 on matrix units, and of the delta rule, heads may share keys: head h has those of key head h / group. All
+  // others have `heads` key heads.
   int64_t key_heads, group;
 };
 
