@@ -62,11 +62,10 @@ def decode(
     A call with `all_steps` always takes `STEPS` steps. On a GPU it is faster, because nobody has to
     wait for a step to know whether another one follows.
     """
-    if all_steps:
-        steps = STEPS
+    last = STEPS if all_steps else steps
 
     def is_enough(left: Array, count: Array) -> Array:
-        return (count >= steps) | (jnp.sum(left > 0) < jnp.maximum(min_active_rows, 1))
+        return (count >= last) | (jnp.sum(left > 0) < jnp.maximum(min_active_rows, 1))
 
     def goes_on(carry: tuple[Session, Array, Array, Array, Any]) -> Array:
         _, left, _, count, _ = carry
