@@ -9,6 +9,7 @@ with --recompute, gathers them again. Gradients are added up at the GPUs that ke
 """
 
 import argparse
+import re
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -23,28 +24,26 @@ ARRAYS = {"-": 22.0, "cheap": 10.5}
 computed from the temporaries in docs/benchmarks/h200/training.txt. Of "blocks" it is one array."""
 
 SLOWER = {"-": 1.0, "cheap": 1.04, "blocks": 4 / 3}
-"""What a step takes longer, by --recompute."""
+"""How much longer a step takes, by --recompute."""
 
-NODE, LOGITS = 8, 1.0
-"""GPUs of a node; GB that the loss takes."""
-
+NODE, LOGITS = 8, 1.0  # GPUs; GB that the loss takes
 
 Args: TypeAlias = argparse.Namespace
 
 
 class Model(NamedTuple):
+    """Sizes, and how many parameters they make."""
+
     layers: int
     width: int
     vocabulary: int
 
     @property
     def block(self) -> int:
-        """Parameters of a block."""
         return 12 * self.width**2 + 2 * self.width * RANKS[self.width]
 
     @property
-    def ends(self) -> int:
-        """Parameters of the embedding and the head."""
+    def ends(self) -> int:  # the embedding and the head
         return 2 * self.vocabulary * self.width
 
     @property
@@ -97,27 +96,29 @@ def row(model: Model, gpus: int, share: float, args: Args) -> list[str]:
     moved, time = exchange(model, gpus, recompute, args)
     # No more is hidden than there is to compute.
     shown = [step + max((1 - hidden) * time, time - step) for hidden in (0, args.hidden)]
-    return [
-        f"{model.layers} x {model.width}",
-        f"{gpus}",
-        " / ".join(f"{needed[x]:.0f}" for x in SLOWER),
-        recompute,
-        f"{step:.0f}",
-        f"{moved:.1f}",
-        f"{time:.0f}",
-        " / ".join(f"{step / x:.0%}" for x in shown),
-        " / ".join(f"{gpus * args.tokens / x:,.0f}" for x in shown),
-    ]
+    sizes = " / ".join(f"{needed[x]:.0f}" for x in SLOWER)
+    work = [f"{model.layers} x {model.width}", f"{gpus}", sizes, recompute, f"{step:.0f}"]
+    efficiency = " / ".join(f"{step / x:.0%}" for x in shown)
+    tokens = " / ".join(f"{gpus * args.tokens / x:,.0f}" for x in shown)
+    return [*work, f"{moved:.1f}", f"{time:.0f}", efficiency, tokens]
 
 
 def table(args: Args) -> str:
     columns = ["layers x width", "GPUs", "GB", "recompute", "compute, ms", "exchanged, GB"]
     columns += ["exchange, ms", "efficiency", "thousand tokens/s"]
     rows = [columns, ["---"] * len(columns)]
-    for layers, width in (map(int, size.split("x")) for size in args.sizes):
+    for layers, width in args.sizes:
         model = Model(layers, width, args.vocabulary)
         rows += [row(model, gpus, args.share or SHARES[width], args) for gpus in args.gpus]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
+
+
+def size(text: str) -> tuple[int, int]:
+    """For `type` of an option."""
+    if not (match := re.fullmatch(r"(\d+)x(\d+)", text)) or int(match[2]) not in RANKS:
+        widths = ", ".join(map(str, RANKS))
+        raise argparse.ArgumentTypeError(f"{text!r} is not LAYERSxWIDTH with a width of {widths}")
+    return int(match[1]), int(match[2])
 
 
 def parse(argv: Sequence[str] | None = None) -> Args:
@@ -125,9 +126,8 @@ def parse(argv: Sequence[str] | None = None) -> Args:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    widths = ", ".join(map(str, RANKS))
-    default = ["24x2048", "32x4096", "61x4096"]
-    add("--sizes", nargs="+", default=default, help=f"layers x width; widths are {widths}")
+    default = [(24, 2048), (32, 4096), (61, 4096)]
+    add("--sizes", nargs="+", type=size, default=default, metavar="LAYERSxWIDTH")
     add("--gpus", nargs="+", type=int, default=[8, 64, 512])
     add("--vocabulary", type=int, default=65536)
     add("--tokens", type=int, default=4 * 4096, help="tokens of a step on each GPU")
