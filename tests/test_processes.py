@@ -226,6 +226,28 @@ def test_a_lost_process(folder: Path, port: int, capsys: pytest.CaptureFixture[s
     assert "Continuing after step 10\n" in capsys.readouterr().out
 
 
+FAILS = """
+import sys
+from pathlib import Path
+import jax
+from rwkv_jax._training import processes
+jax.process_count, jax.process_index, processes.HEARTBEAT = lambda: 2, lambda: 1, 0
+with processes.watched(Path(sys.argv[1])):
+    raise ValueError("an error of this process alone")
+"""
+
+
+def test_a_process_that_fails(tmp_path: Path) -> None:
+    """It ends without waiting for the other one, which waits for it."""
+    for step in ("9", "10", "10.orbax-checkpoint-tmp-0"):
+        (tmp_path / f"checkpoint.{step}").mkdir()
+    command = [sys.executable, "-c", FAILS, str(tmp_path)]
+    run = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    assert run.returncode == 1
+    assert "ValueError: an error of this process alone\nProcess 1 of 2, on " in run.stderr
+    assert run.stderr.endswith(f"--resume continues from {tmp_path}/checkpoint.10\n")
+
+
 STEP = {"SLURM_JOB_ID": "1", "SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_NUM_NODES": "2"}
 HOSTS = STEP | {"SLURM_STEP_NUM_TASKS": "2"}
 FOUND = {

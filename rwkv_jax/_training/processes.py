@@ -7,6 +7,8 @@ import os
 import socket
 import subprocess
 import sys
+import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -79,16 +81,17 @@ def watched(folder: Path) -> Iterator[None]:
     command = [sys.executable, "-I", "-S", watcher.__file__, which, str(folder)]
     # Ctrl-C does not reach another session.
     watching = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-    failed = False
     try:
         yield
     except Exception:
-        failed = True
-        raise
+        traceback.print_exc()
+        # If another process was lost, JAX says which one and ends this one. If not, the others wait
+        # for this one, and at a usual exit this one would wait for them.
+        time.sleep(2 * HEARTBEAT)
+        os._exit(1)
     finally:
-        if not failed:
-            watching.kill()
-            watching.wait()
+        watching.kill()
+        watching.wait()
 
 
 def by_first(work: Callable[[], int]) -> int:
