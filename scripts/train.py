@@ -21,8 +21,8 @@ Several processes train on one mesh of all their devices. --out is a folder that
 the first one prints. Those that Slurm, Open MPI or Kubernetes starts find each other. Elsewhere
 start each with the same options and its --process:
 
-    srun --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 python scripts/train.py --mesh data=16
-    python scripts/train.py --mesh data=16 --coordinator HOST:12345 --processes 2 --process 0
+    srun --nodes=2 --ntasks-per-node=1 --gpus-per-node=4 python scripts/train.py --mesh data=8
+    python scripts/train.py --mesh data=8 --coordinator HOST:12345 --processes 2 --process 0
 """
 
 import sys
