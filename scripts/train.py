@@ -17,11 +17,12 @@ The axes of --mesh are data (rows of the batch; also parts of parameters and opt
 over the nearest devices. A run may resume on another mesh. Without GPUs,
 XLA_FLAGS=--xla_force_host_platform_device_count=8 makes 8 devices of a CPU.
 
-Several processes train on one mesh of all their devices. Start each with the same options and its
---process, on one host each with GPUs of its own (CUDA_VISIBLE_DEVICES). --out is a folder that all
-of them share; the first one prints.
+Several processes train on one mesh of all their devices. --out is a folder that all of them share;
+the first one prints. Those that Slurm, Open MPI or Kubernetes starts find each other. Elsewhere
+start each with the same options and its --process:
 
-    python scripts/train.py --mesh data=16 --coordinator HOST:12345 --processes 2 --process 0
+    srun --nodes=2 --ntasks-per-node=1 --gpus-per-node=4 python scripts/train.py --mesh data=8
+    python scripts/train.py --mesh data=8 --coordinator HOST:12345 --processes 2 --process 0
 """
 
 import sys

@@ -98,6 +98,16 @@ def test_tables_of_what_is_supported(name: str) -> None:
     assert script["with_table"](page.read_text(), name, table) == page.read_text()
 
 
+def test_tables_on_paper() -> None:
+    """The page has the output of each command of scripts/scaling.py below the command."""
+    script = runpy.run_path(str(ROOT / "scripts" / "scaling.py"))
+    page = (ROOT / "docs" / "pages" / "devices.md").read_text()
+    commands = re.findall(r"^(python scripts/scaling\.py(.*)\n```\n\n)", page, re.MULTILINE)
+    assert len(commands) == 2
+    for command, options in commands:
+        assert command + script["table"](script["parse"](options.split())) in page
+
+
 def test_figures_are_in_the_linked_files() -> None:
     """Every number in a table about performance is in a file that its section links."""
     page = ROOT / "docs" / "pages" / "performance.md"

@@ -201,9 +201,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--coordinator",
         type=address,
         metavar="HOST:PORT",
-        help="address of the first of several processes",
+        help="address of the first of several processes; not needed with Slurm, Open MPI and "
+        "Kubernetes",
     )
-    add("--processes", type=positive, help="number of processes")
+    add(
+        "--processes",
+        type=positive,
+        help="number of processes; 1 is this process alone, whatever has started it",
+    )
     add("--process", type=natural, help="number of this process, from 0")
     add(
         "--peak",
@@ -227,7 +232,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         except ValueError as error:
             parser.error(f"--width and --head-size: {error}")
     several = (args.coordinator, args.processes, args.process)
-    if several != (None, None, None):
+    if several not in ((None, None, None), (None, 1, None)):
         if None in several:
             parser.error("--coordinator, --processes and --process go together")
         if args.process not in range(args.processes):

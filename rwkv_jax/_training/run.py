@@ -19,6 +19,7 @@ from rwkv_jax._training import (
     loop,
     options,
     outputs,
+    processes,
     report,
     sizes,
     tasks,
@@ -34,10 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     xla_flags.add(xla_flags.CUBLAS, xla_flags.DETERMINISTIC)
     compilation.use_cache(args.cache)
     start.part("import")
-    if args.coordinator:
-        jax.distributed.initialize(args.coordinator, args.processes, args.process)
+    processes.connect(args.coordinator, args.processes, args.process)
     shown = sys.stdout if jax.process_index() == 0 else None
-    with contextlib.redirect_stdout(shown), outputs.reserved(args) as saved:
+    with (
+        contextlib.redirect_stdout(shown),
+        outputs.reserved(args) as saved,
+        processes.watched(args.out),
+    ):
         return run(args, saved, start)
 
 
