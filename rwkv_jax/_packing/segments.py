@@ -34,10 +34,14 @@ def marks(ids: Array, before: Array | None = None, seen: Array | bool = False) -
     there = ids != 0
     if ids.shape[1] == 0:
         return there.astype(jnp.uint8)
-    before = ids[:, 0] if before is None else before
-    changes = ids != jnp.concatenate([before[:, None], ids[:, :-1]], axis=1)
-    first = lax.argmax(there, 1, jnp.int32)[:, None]
-    later = (lax.broadcasted_iota(jnp.int32, ids.shape, 1) > first) | jnp.reshape(seen, (-1, 1))
+    # Where the compiler distributes the tokens, it exchanges one for a pad.
+    earlier = lax.pad(ids, jnp.zeros((), ids.dtype), ((0, 0, 0), (1, -1, 0)))
+    if before is not None:
+        earlier = earlier.at[:, 0].set(before)
+    changes = ids != earlier
+    index, tokens = lax.broadcasted_iota(jnp.int32, ids.shape, 1), ids.shape[1]
+    first = jnp.min(jnp.where(there, index, tokens), axis=1, keepdims=True)
+    later = (index > first) | jnp.reshape(seen, (-1, 1))
     marks = jnp.where(changes & later, jnp.uint8(STARTS), jnp.uint8(CONTINUES))
     return jnp.where(there, marks, jnp.uint8(PADDING))
 

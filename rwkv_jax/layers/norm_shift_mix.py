@@ -61,7 +61,8 @@ def norm_shift_mix(
       mix: how much of the token before each of the I results takes.
       origin: for each token what stands before it: TOKEN, NOTHING or STATE of this module, and
         STATE for one token of a row at most. If None, `before` stands before the first token of
-        each row.
+        each row. Where the tokens of a row are distributed over devices, those before the one with
+        STATE are padding, whose results mean nothing.
       implementation: "ffi", "xla", "reference" or, for the fastest one, None.
 
     Returns:
