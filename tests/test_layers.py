@@ -323,9 +323,7 @@ BY_TOKEN = [name for name in LAYER_FUNCTIONS if name != "keyed_wkv7"]
         *(("norm_shift_mix", True, kind) for kind in (AUTO, EXPLICIT)),
     ],
 )
-def test_tokens_over_devices(
-    name: str, origin: bool, axis_type: AxisType, cpus: list[Any]
-) -> None:
+def test_tokens_over_devices(name: str, origin: bool, axis_type: AxisType, cpus: list[Any]) -> None:
     """A token shift exchanges one token of each row in the forward pass, and it and its cotangent
     in the backward pass. Everything else are sums of gradients."""
     case = _small(name, T=8, origin=origin)

@@ -39,11 +39,16 @@ def marks(ids: Array, before: Array | None = None, seen: Array | bool = False) -
     if before is not None:
         earlier = earlier.at[:, 0].set(before)
     changes = ids != earlier
-    index, tokens = lax.broadcasted_iota(jnp.int32, ids.shape, 1), ids.shape[1]
-    first = jnp.min(jnp.where(there, index, tokens), axis=1, keepdims=True)
-    later = (index > first) | jnp.reshape(seen, (-1, 1))
+    index = lax.broadcasted_iota(jnp.int32, ids.shape, 1)
+    later = (index > first(there)) | jnp.reshape(seen, (-1, 1))
     marks = jnp.where(changes & later, jnp.uint8(STARTS), jnp.uint8(CONTINUES))
     return jnp.where(there, marks, jnp.uint8(PADDING))
+
+
+def first(there: Array) -> Array:
+    """The index of the first token that belongs to a segment [B, 1]: T where none does."""
+    index = lax.broadcasted_iota(jnp.int32, there.shape, 1)
+    return jnp.min(jnp.where(there, index, there.shape[1]), axis=1, keepdims=True)
 
 
 def over_devices(ids: Array, axis: Any) -> Array:
