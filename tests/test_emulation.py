@@ -24,11 +24,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import rwkv_jax
 from rwkv_jax import models as all_models
 from rwkv_jax.models import rwkv7
-from support import harness, internals, language_models, layer_functions, models, tolerance
+from support import (
+    harness,
+    internals,
+    language_models,
+    layer_functions,
+    meshes,
+    models,
+    tolerance,
+)
 from support.cases import CU_SEQLENS, Arrays, Case
 from support.emulation import DEVICES, Call, Device, Emulation, needs_emulation
 from support.layer_functions import ELEMENTWISE, LAYER_FUNCTIONS
@@ -718,6 +728,21 @@ def test_layers(emulated: Emulation, device: str, name: str, case: Layer) -> Non
         return {n: np.asarray(x) for n, x in every.items()}
 
     _assert_same(found(1), found(2))
+
+
+@pytest.mark.parametrize("name", ["norm_shift_mix", "read_out"])
+def test_tokens_over_devices(emulated: Emulation, name: str, cpus: list[Any]) -> None:
+    """Of which the kernels get those of one device each."""
+    mesh = meshes.mesh("data=2,seq=2", AxisType.Explicit, cpus)
+    case, where = Layer(2, 130, 2, 16, origin=True), {"B": "data", "T": "seq"}
+    specs = {n: P(*map(where.get, x)) for n, x in LAYER_FUNCTIONS[name].axes.items()}
+    arrays = layer_functions.operands(name, case)
+    placed = [meshes.put(mesh, specs, x) for x in arrays]
+    call = _variant(LAYER_FUNCTIONS[name].call)
+    found = layer_functions.value_and_gradients(name, "ffi", *placed, function=call)
+    right = layer_functions.expected(name, *arrays)
+    layer_functions.assert_right(name, found, right, case.dtype)
+    assert len(emulated.files) == 2
 
 
 TWO_IN_ONE = [

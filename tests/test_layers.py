@@ -245,9 +245,10 @@ def test_second_derivative(name: str) -> None:
 
 # Meshes: forced CPU devices, with GPUs as well.
 
-HEADS, ROWS, CHANNELS, HIDDEN, MATRICES = (
+HEADS, ROWS, TOKENS, CHANNELS, HIDDEN, MATRICES = (
     {"B": "data", "H": "model", "C": "model"},
     {"B": "data"},
+    {"B": "data", "T": "seq"},
     {"B": "data", "C": "model"},
     {"B": "data", **dict.fromkeys("FRQU", "model")},
     {"B": "data", "matrices": "data"},
@@ -306,6 +307,35 @@ def test_meshes(
         # Sums may be exchanged in several parts, but each part once.
         sums = sum(math.prod(case.sizes[x] for x in axes) for axes in own.parameters.values())
         assert 0 < hlo.exchanged(text) <= 4 * sums
+
+
+BY_TOKEN = [name for name in LAYER_FUNCTIONS if name != "keyed_wkv7"]
+"""The functions that compute a token from no more than the one before it."""
+
+
+@pytest.mark.quick("name", "axis_type")
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("name", "origin", "axis_type"),
+    [
+        *((name, False, AUTO) for name in BY_TOKEN),
+        *((name, False, EXPLICIT) for name in ("norm_shift_mix", "read_out", "feed_forward")),
+        *(("norm_shift_mix", True, kind) for kind in (AUTO, EXPLICIT)),
+    ],
+)
+def test_tokens_over_devices(name: str, origin: bool, axis_type: AxisType, cpus: list[Any]) -> None:
+    """A token shift exchanges one token of each row in the forward pass, and it and its cotangent
+    in the backward pass. Everything else are sums of gradients."""
+    case = _small(name, T=8, origin=origin)
+    mesh, specs = meshes.mesh("data=2,seq=2", axis_type, cpus), _specs(name, TOKENS)
+    arrays = operands(name, case)
+    placed = [meshes.put(mesh, specs, x) for x in arrays]
+    compiled = value_and_gradients.lower(name, None, *placed).compile()
+    assert_right(name, compiled(*placed), expected(name, *arrays), case.dtype)
+    exchanged = hlo.exchanged_by(compiled.as_text())
+    assert exchanged.keys() <= {"all-reduce", "collective-permute"}
+    of_a_token = [4 * case.sizes["D"]] * 3 if name == "norm_shift_mix" else []
+    assert exchanged["collective-permute"] == of_a_token
 
 
 @pytest.mark.usefixtures("kernels")

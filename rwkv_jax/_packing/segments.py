@@ -34,12 +34,21 @@ def marks(ids: Array, before: Array | None = None, seen: Array | bool = False) -
     there = ids != 0
     if ids.shape[1] == 0:
         return there.astype(jnp.uint8)
-    before = ids[:, 0] if before is None else before
-    changes = ids != jnp.concatenate([before[:, None], ids[:, :-1]], axis=1)
-    first = lax.argmax(there, 1, jnp.int32)[:, None]
-    later = (lax.broadcasted_iota(jnp.int32, ids.shape, 1) > first) | jnp.reshape(seen, (-1, 1))
+    # Where the compiler distributes the tokens, it exchanges one for a pad.
+    earlier = lax.pad(ids, jnp.zeros((), ids.dtype), ((0, 0, 0), (1, -1, 0)))
+    if before is not None:
+        earlier = earlier.at[:, 0].set(before)
+    changes = ids != earlier
+    index = lax.broadcasted_iota(jnp.int32, ids.shape, 1)
+    later = (index > first(there)) | jnp.reshape(seen, (-1, 1))
     marks = jnp.where(changes & later, jnp.uint8(STARTS), jnp.uint8(CONTINUES))
     return jnp.where(there, marks, jnp.uint8(PADDING))
+
+
+def first(there: Array) -> Array:
+    """The index of the first token that belongs to a segment [B, 1]: T where none does."""
+    index = lax.broadcasted_iota(jnp.int32, there.shape, 1)
+    return jnp.min(jnp.where(there, index, there.shape[1]), axis=1, keepdims=True)
 
 
 def over_devices(ids: Array, axis: Any) -> Array:

@@ -53,8 +53,7 @@ def make_model(
     if mesh.size > 1:
         sequence = "seq" if mesh.shape["seq"] > 1 else None
         wkv = shard(wkv7, mesh, batch="data", heads="model", sequence=sequence)
-        # The CUDA kernels of the layer functions would gather the tokens of a row.
-        kernels = Kernels(implementation, layers="xla" if sequence else None, wkv=wkv)
+        kernels = Kernels(implementation, wkv=wkv)
     return Model(config, mesh, dtype, kernels, recompute)
 
 

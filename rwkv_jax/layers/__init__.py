@@ -14,8 +14,9 @@
 Each function of this table but the last four has CUDA kernels ("ffi") for its forward and its
 backward pass, and the formula itself, which XLA fuses ("xla"). They compute in float32 and round
 their results once. Gradients of parameters are summed in float32. `jit`, `grad`, `vmap`,
-`jax.checkpoint` and `shard_map` work as for operators; on a mesh each device computes its own rows
-and heads.
+`jax.checkpoint` and `shard_map` work as for operators. On a mesh each device computes its own rows,
+tokens and heads, for which `norm_shift_mix` exchanges one token of each row. `keyed_wkv7` gathers
+the tokens of a row.
 
 The kernels of `keyed_wkv7` are for heads of 64. The product of `projected_read_out` is left to the
 compiler.

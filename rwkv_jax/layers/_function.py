@@ -2,7 +2,8 @@
 
 A layer function is computed token by token, besides the token before. It has one formula in plain
 JAX, and may have native kernels. Its backward pass computes what it needs again from the inputs, so
-that little but the inputs is saved, and each pass of a kernel reads and writes an array once.
+that little but the inputs is saved, and each pass of a kernel reads and writes an array once. On a
+mesh each device computes its own tokens.
 
 Gradients of parameters are summed in float32: parameters are given to the passes once for each row,
 as those of operators are.
@@ -22,7 +23,7 @@ from rwkv_jax._native import library
 from rwkv_jax._operator import check, dispatch
 from rwkv_jax._operator.call import Arrays, Leaf, Options
 from rwkv_jax._operator.dispatch import Computation, Pass
-from rwkv_jax._operator.partition import match_shardings, repeated
+from rwkv_jax._operator.partition import SHARDED, match_shardings, repeated
 
 Formula: TypeAlias = Callable[[Arrays], Arrays]
 Limits: TypeAlias = Callable[[Mapping[str, int]], str | None]
@@ -84,6 +85,8 @@ class Function(Computation):
     float32: tuple[str, ...] = ()
     restored: tuple[str, ...] = ()
 
+    sharded = SHARDED + "T"
+
     def __post_init__(self) -> None:
         library.register_export_targets(*self.targets)
 
@@ -118,7 +121,9 @@ class Function(Computation):
         if name == "forward":
             return Operands(self.inputs), (dict(self.results), dict(self.kept))
         restored = {name: self.results[name] for name in self.restored}
-        return Operands(self.inputs, dict(self.kept), self.given), {**self.gradients, **restored}
+        # What all tokens share gets its gradient from the tokens of all devices.
+        summed = {n: axes if "T" in axes else f"{axes}+T" for n, axes in self.gradients.items()}
+        return Operands(self.inputs, dict(self.kept), self.given), {**summed, **restored}
 
     def why_no_kernel(self, name: Pass, options: Options, operands: Operands) -> str | None:
         sizes = check.sizes(self.inputs, operands.inputs)
@@ -256,7 +261,8 @@ def prepared(
     given |= indices or {}
     letters = {**both, **function.indices}
     names = list(function.inputs)
-    placed = match_shardings([letters[name] for name in names], *(given[name] for name in names))
+    axes = [letters[name] for name in names]
+    placed = match_shardings(axes, *(given[name] for name in names), sharded=function.sharded)
     inputs = dict(zip(names, placed, strict=True))
     like = next(iter(function.tensors))
     for name, axes in function.parameters.items():
@@ -279,10 +285,7 @@ def _forward(
     function: Function, options: Options, inputs: Arrays
 ) -> tuple[tuple[Arrays, Arrays], tuple[Arrays, Arrays]]:
     results, kept = _given(function, options, inputs)
-    # An empty array that nothing uses would be an input of a `shard_map` of the backward pass, and
-    # the compiler of jaxlib 0.11 crashes on those.
-    saved = {name: x for name, x in inputs.items() if x.size or name not in function.indices}
-    return (results, kept), (saved, kept)
+    return (results, kept), (inputs, kept)
 
 
 def _backward(
@@ -291,13 +294,7 @@ def _backward(
     residuals: tuple[Arrays, Arrays],
     of_both: tuple[Arrays, Arrays],
 ) -> tuple[dict[str, Array | None]]:
-    inputs, kept = dict(residuals[0]), residuals[1]
-    like = next(iter(function.tensors))
-    for name in function.indices.keys() - inputs.keys():
-        empty = jnp.zeros((len(inputs[like]), 0), jnp.int32)
-        axes = [function.tensors[like], function.indices[name]]
-        _, inputs[name] = match_shardings(axes, inputs[like], empty)
-    operands = Operands(inputs, kept, of_both[0])
+    operands = Operands(*residuals, of_both[0])
     found = dispatch.run(function, "backward", options, operands)
     return ({**found, **dict.fromkeys(function.indices)},)
 

@@ -11,6 +11,7 @@ from rwkv_jax._native import gpus
 from rwkv_jax._operator import check
 from rwkv_jax._operator.call import Options
 from rwkv_jax._operator.dispatch import Computation, Pass
+from rwkv_jax._operator.partition import SHARDED
 
 PRODUCT = "product"
 """The name of the results of matrix products for `jax.checkpoint_policies`."""
@@ -23,7 +24,7 @@ class Products(Computation):
     """Products with kernels, to which they are left where `is_chosen` says so. Elsewhere they are a
     formula that JAX differentiates."""
 
-    vmap, mesh = "in turn", "kernels"
+    vmap, mesh, sharded = "in turn", "kernels", SHARDED + "T"
 
     def why_not(
         self, name: Pass, choice: str, options: Options, platform: str, operands: Any

@@ -1,18 +1,21 @@
 """Layer normalisation, token shift and mixing."""
 
 import functools
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Float32, Int32
 
 from rwkv_jax._operator import check
-from rwkv_jax._operator.call import Arrays
+from rwkv_jax._operator.call import Arrays, Options
+from rwkv_jax._operator.dispatch import Pass
+from rwkv_jax._operator.partition import Shards
 from rwkv_jax._typing import Operand
-from rwkv_jax.layers._function import Function, per_token, run
+from rwkv_jax.layers._function import Function, Operands, per_token, run
 
 LAYER_NORM_EPS = 1e-5
 MAX_WIDTH = 4096
@@ -58,7 +61,8 @@ def norm_shift_mix(
       mix: how much of the token before each of the I results takes.
       origin: for each token what stands before it: TOKEN, NOTHING or STATE of this module, and
         STATE for one token of a row at most. If None, `before` stands before the first token of
-        each row.
+        each row. Where the tokens of a row are distributed over devices, those before the one with
+        STATE are padding, whose results mean nothing.
       implementation: "ffi", "xla", "reference" or, for the fastest one, None.
 
     Returns:
@@ -72,22 +76,22 @@ def norm_shift_mix(
 
     The formulas are those of RWKV-LM's training code, `RWKV_Tmix_x070` and `RWKV_CMix_x070`.
     """
-    rows, tokens = np.shape(x)[:2] if np.ndim(x) == 3 else (0, 0)
-    if origin is None:
-        origin = jnp.zeros((rows, 0), jnp.int32)
-    else:
+    indices = {}
+    if origin is not None:
         check.array("norm_shift_mix", "origin", origin)
-        if np.ndim(x) == 3 and (origin.shape != (rows, tokens) or origin.dtype != np.int32):
+        if np.ndim(x) == 3 and (origin.shape != x.shape[:2] or origin.dtype != np.int32):
+            rows, tokens = x.shape[:2]
             raise ValueError(
                 f"norm_shift_mix: origin is {origin.dtype} of shape {origin.shape}; accepted is "
                 f"int32 [B, T] = [{rows}, {tokens}]"
             )
+        indices["origin"] = jnp.asarray(origin)
     found = run(
-        _function(len(mix)),
+        _function(len(mix), origin is not None),
         {"x": x, "before": before},
         {"weight": weight, "bias": bias, "mix": mix},
         implementation,
-        {"origin": jnp.asarray(origin)},
+        indices,
     )
     mixed = tuple(found[_mixed(i)] for i in range(len(mix)))
     return Mixed(found["x"], mixed, found["moments"])
@@ -97,15 +101,25 @@ def _mixed(i: int) -> str:
     return f"mixed{i}"
 
 
-def _formula(inputs: Arrays) -> Arrays:
-    x, before, origin = inputs["x"], inputs["before"], inputs["origin"]
+class _Normalised(NamedTuple):
+    n: Array
+    mean: Array
+    scale: Array
+
+
+def _normalised(x: Array, weight: Array, bias: Array) -> _Normalised:
+    """Tokens [B, T, D] in float32, and their moments [B, T, 1]."""
     wide = x.astype(jnp.float32)
     mean = wide.mean(-1, keepdims=True)
     wide = wide - mean
     scale = lax.rsqrt((wide * wide).mean(-1, keepdims=True) + LAYER_NORM_EPS)
-    n = wide * scale
-    n = n * per_token(inputs["weight"]) + per_token(inputs["bias"])
-    earlier = shifted(n, before.astype(jnp.float32), origin if origin.shape[1] else None)
+    return _Normalised(wide * scale * per_token(weight) + per_token(bias), mean, scale)
+
+
+def _formula(inputs: Arrays) -> Arrays:
+    x, before = inputs["x"], inputs["before"]
+    n, mean, scale = _normalised(x, inputs["weight"], inputs["bias"])
+    earlier = shifted(n, before.astype(jnp.float32), inputs.get("origin"))
     mix = inputs["mix"]
     mixed = {
         _mixed(i): (n + (earlier - n) * per_token(mix[:, i])).astype(x.dtype)
@@ -138,14 +152,69 @@ def _limits(sizes: Mapping[str, int]) -> str | None:
     return None
 
 
+class _NormShiftMix(Function):
+    """On a mesh that distributes tokens, the first token of a device has before it the last one of
+    the device before, which hands it on. Nothing else is exchanged."""
+
+    def implementation(
+        self, name: Pass, choice: str, options: Options, platform: str, shards: Shards
+    ) -> Callable[[Any], Any]:
+        compute = super().implementation(name, choice, options, platform, shards)
+        if not (axis := shards.get("T")):
+            return compute
+        return functools.partial(_on_each_device, name, compute, axis)
+
+    def _native_inputs(self, inputs: Arrays) -> list[Array]:
+        given = super()._native_inputs(inputs)
+        if "origin" not in inputs:
+            given.append(jnp.zeros((len(inputs["x"]), 0), jnp.int32))
+        return given
+
+
+def _on_each_device(
+    name: Pass, compute: Callable[[Operands], Any], axis: Any, operands: Operands
+) -> Any:
+    """What `compute` gives of a pass for the tokens of this device, which are consecutive along
+    `axis`."""
+    inputs = operands.inputs
+    x, origin = inputs["x"], inputs.get("origin")
+    rows, tokens, _ = x.shape
+    if tokens == 0:
+        return compute(operands)
+    from_state = jnp.full(rows, lax.axis_index(axis) == 0)
+    if origin is not None:
+        from_state |= jnp.any(origin == STATE, axis=1)
+        first = origin[:, 0]
+        first = jnp.where(from_state | (first != TOKEN), first, STATE)
+        inputs = inputs | {"origin": origin.at[:, 0].set(first)}
+
+    def stands_before(last: Array, before: Array, weight: Array, bias: Array) -> Array:
+        n = _normalised(last[:, None], weight, bias).n[:, 0].astype(x.dtype)
+        following = [(i, i + 1) for i in range(lax.axis_size(axis) - 1)]
+        return jnp.where(from_state[:, None], before, lax.ppermute(n, axis, following))
+
+    shared = ("before", "weight", "bias")
+    before, pullback = jax.vjp(stands_before, x[:, -1], *(inputs[n] for n in shared))
+    found = compute(Operands(inputs | {"before": before}, operands.kept, operands.cotangents))
+    if name == "forward":
+        return found
+    dlast, dbefore, dweight, dbias = pullback(found["before"])
+    return found | {
+        "x": found["x"].at[:, -1].add(dlast),
+        "before": dbefore,
+        "weight": found["weight"] + dweight,
+        "bias": found["bias"] + dbias,
+    }
+
+
 @functools.cache
-def _function(mixes: int) -> Function:
+def _function(mixes: int, has_origin: bool) -> Function:
     """The function with so many results."""
-    return Function(
+    return _NormShiftMix(
         "norm_shift_mix",
         tensors={"x": "BTD", "before": "BD"},
         parameters={"weight": "D", "bias": "D", "mix": "ID"},
-        indices={"origin": "BO"},
+        indices={"origin": "BT"} if has_origin else {},
         results={_mixed(i): "BTD" for i in range(mixes)},
         kept={"moments": "BTE"},
         passed=("x",),
@@ -154,4 +223,4 @@ def _function(mixes: int) -> Function:
     )
 
 
-_function(1)  # so that the targets, whose names are the same for all, are declared
+_function(1, False)  # so that the targets, whose names are the same for all, are declared

@@ -23,8 +23,6 @@ class Kernels:
     Attributes:
       operator: the implementation of the operator, which a function given as `wkv` takes too.
       layers: the implementation of the functions of `rwkv_jax.layers`: "ffi", "xla" or "reference".
-        Where tokens of a sequence are distributed over devices, give "xla", which the compiler
-        partitions.
       blocks: with one token each, "fused" computes each block of RWKV-7 in a few CUDA kernels for
         up to 32 rows, and for up to 1024 of bfloat16 on GPUs of compute capability 9.0. "separate"
         never does. None does so on CUDA for one row, and for several of bfloat16 or float16, where

@@ -98,9 +98,7 @@ def _next(state: Float[Array, "B C"], last: _Last | None) -> Float[Array, "B C"]
 def _origin(segment_ids: Int[Array, "B T"]) -> Int32[Array, "B T"]:
     """What stands before each token: the first segment goes on from the state, the others start
     from zeros, and padding may stand before the first one."""
-    marks = segments.marks(segment_ids)
-    present, tokens = marks != segments.PADDING, marks.shape[1]
-    index = lax.broadcasted_iota(jnp.int32, marks.shape, 1)
-    first = jnp.min(jnp.where(present, index, tokens), axis=1, keepdims=True)
-    starts = jnp.where(marks == segments.STARTS, NOTHING, TOKEN)
-    return jnp.where(index == first, STATE, starts).astype(jnp.int32)
+    starts = jnp.where(segments.marks(segment_ids) == segments.STARTS, NOTHING, TOKEN)
+    index = lax.broadcasted_iota(jnp.int32, segment_ids.shape, 1)
+    is_first = index == segments.first(segment_ids != 0)
+    return jnp.where(is_first, STATE, starts).astype(jnp.int32)

@@ -1,6 +1,8 @@
 """What a compiled or lowered program contains."""
 
+import collections
 import contextlib
+import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 KINDS = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
 COLLECTIVE = re.compile(rf"\b({KINDS}|collective-broadcast)\b")
-RESULT = re.compile(rf"= (.*?) (?:{KINDS})(?:-done)?\(")
+RESULT = re.compile(rf"= (.*?) ({KINDS})(?:-done)?\(")
 ARRAY = re.compile(r"\b(?:f|bf|s|u|pred)(8|16|32|64)?\[([\d,]*)\]")
 TARGET = re.compile(r"\brwkv_\w+_v\d+\b")
 DEVICES = {"cuda": ("NVIDIA H200", 1, "gpu"), "tpu": ("TPU v5 lite", 1, "tpu")}
@@ -29,10 +31,17 @@ def targets(text: str | None) -> set[str]:
 
 def exchanged(text: str | None) -> int:
     """Bytes that the results of all collectives have."""
-    arrays = [x for line in RESULT.findall(text or "") for x in ARRAY.findall(line)]
-    return sum(
-        int(bits or 8) // 8 * math.prod(map(int, filter(None, n.split(",")))) for bits, n in arrays
-    )
+    return sum(itertools.chain(*exchanged_by(text).values()))
+
+
+def exchanged_by(text: str | None) -> dict[str, list[int]]:
+    """The bytes of each array that collectives give, by their kind."""
+    found: dict[str, list[int]] = collections.defaultdict(list)
+    for results, kind in RESULT.findall(text or ""):
+        for bits, shape in ARRAY.findall(results):
+            size = math.prod(map(int, filter(None, shape.split(","))))
+            found[kind].append(int(bits or 8) // 8 * size)
+    return found
 
 
 def device(platform: str, kind: str | None = None) -> AbstractContextManager:

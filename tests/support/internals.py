@@ -175,7 +175,7 @@ def other_targets(platform: str = "cuda") -> set[str]:
     if platform == "cpu":
         return {_row_product.TARGET}
     functions = (
-        *(norm_shift_mix._function(mixes) for mixes in norm_shift_mix.MIXES),
+        *(norm_shift_mix._function(mixes, has_origin=False) for mixes in norm_shift_mix.MIXES),
         *(module.FUNCTION for module in (wkv7_keys, value_residual, read_out)),
         projected_read_out.RESTORING,
     )
