@@ -1,10 +1,12 @@
 """How large a model is: its parameters, and the operations of training it."""
 
+from typing import Any
+
 from rwkv_jax.models import rwkv7
 
 
-def size(params: rwkv7.Params) -> int:
-    """How many numbers the parameters are."""
+def size(params: Any) -> int:
+    """How many numbers the parameters are, or a part of them."""
     return sum(x.size for x in rwkv7.names(params).values())
 
 
