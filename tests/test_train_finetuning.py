@@ -29,10 +29,16 @@ interrupt = functools.partial(signal.raise_signal, signal.SIGINT)
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of random numbers in bfloat16."""
+    """A model of random numbers in bfloat16, whose states decay slowly and matter."""
     path = tmp_path_factory.mktemp("base") / "model.safetensors"
+
+    def lasting(at: Any, x: jax.Array) -> jax.Array:
+        name = jax.tree_util.keystr(at, simple=True, separator=".")
+        x = x - 8 if name.endswith("att.w0") else x
+        return (x * 0.1 if name.endswith("att.key.weight") else x).astype(jnp.bfloat16)
+
     params = random_like(shapes_of(rwkv7, CONFIG), 0.5)
-    models.save(path, jax.tree.map(lambda x: x.astype(jnp.bfloat16), params))
+    models.save(path, jax.tree_util.tree_map_with_path(lasting, params))
     return path
 
 
@@ -40,7 +46,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Texts and conversations."""
     folder = tmp_path_factory.mktemp("data")
-    (folder / "text.txt").write_text(TEXT)
+    (folder / "text.txt").write_text("eeeeeeee")
     with (folder / "texts.jsonl").open("w") as file:
         for i in range(40):
             file.write(json.dumps({"text": TEXT[: 4 + i % 16]}) + "\n")
@@ -77,7 +83,7 @@ def log(out: Path) -> dict[str, Any]:
 
 LEARNED = {
     "lora": ["--train=lora", "--lora-rank=8", "--learning-rate=0.02"],
-    "states": ["--train=states", "--states-learning-rate=0.5"],
+    "states": ["--train=states", "--states-learning-rate=0.1"],
     "both, int8": ["--train=lora,states", "--base=int8", "--learning-rate=0.02"],
     "pattern": ["--train=blocks.1.*", "--learning-rate=0.02"],
 }
@@ -117,9 +123,7 @@ def _mesh(train: ModuleType) -> Any:
 
 
 @pytest.mark.parametrize("base_dtype", ["bfloat16", "int8"])
-def test_what_is_frozen_stays(
-    train: ModuleType, base: Path, folder: Path, base_dtype: str
-) -> None:
+def test_what_is_frozen_stays(train: ModuleType, base: Path, folder: Path, base_dtype: str) -> None:
     """After steps it has the same bits, and the optimizer has no moments for it."""
     args = train.options.parse(
         [f"--model={base}", "--train=lora,states", f"--base={base_dtype}", "--batch=2"]
@@ -133,8 +137,7 @@ def test_what_is_frozen_stays(
     step = steps.train_step(model, optimizer, shapes, 0.0)
     rows = np.arange(2 * 17, dtype=np.int32).reshape(2, 17)
     for _ in range(2):
-        state, loss = step(state, train.data.windows(rows))
-    assert np.isfinite(loss)
+        state, _ = step(state, train.data.windows(rows))
     jax.tree.map(np.testing.assert_array_equal, state.frozen.params, expected)
     assert jax.tree.leaves(state.params.params) == []
     of_moments = sum(x.size for x in jax.tree.leaves(state.optimizer))
@@ -161,9 +164,7 @@ def test_packed_rows_are_rows_of_a_document_each(
         assert np.linalg.norm(x - y) <= 1e-5 * np.linalg.norm(y)
 
 
-def test_resume_within_documents(
-    run: Run, folder: Path, tmp_path: Path, at_step: AtStep
-) -> None:
+def test_resume_within_documents(run: Run, folder: Path, tmp_path: Path, at_step: AtStep) -> None:
     """Of two files with weights, and with dropout."""
     data = [f"--data={folder / 'texts.jsonl'}=2", f"--data={folder / 'talks.jsonl'}"]
     options = [*data, "--train=lora,states", "--lora-dropout=0.5", "--steps=6", "--save-every=2"]
@@ -182,11 +183,26 @@ def test_resume_within_documents(
     jax.tree.map(np.testing.assert_array_equal, *adapters)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
+@pytest.mark.parametrize("axes", ["data=2,model=2", "seq=2,model=2"])
+def test_on_a_mesh(run: Run, folder: Path, tmp_path: Path, axes: str) -> None:
+    options = [f"--data={folder / 'talks.jsonl'}", "--train=lora,states", "--steps=3"]
+    for name, more in {"one": [], "several": [f"--mesh={axes}"]}.items():
+        assert run(*options, *more, out=tmp_path / name) == 0
+    one, several = log(tmp_path / "one"), log(tmp_path / "several")
+    for name in ("train", "held_out"):
+        np.testing.assert_allclose(one[name], several[name], rtol=1e-5)
+
+
 GOOD = json.dumps({"text": TEXT}) + "\n"
 BROKEN = {
     "no JSON": ('{"text": "a"', "Expecting ',' delimiter"),
     "an empty document": (json.dumps({"text": " "}), "the document is empty"),
-    "an unknown role": (json.dumps({"messages": [said("bot", "a")]}), "role is 'bot'"),
+    "an unknown role": (
+        json.dumps({"messages": [said("bot", "a")]}),
+        "message 1 has the role 'bot'",
+    ),
     "no answer": (json.dumps({"messages": [said("user", "a")]}), "no answer of the assistant"),
 }
 
@@ -218,7 +234,7 @@ def test_what_does_not_fit(run: Run, folder: Path, tmp_path: Path, capsys: Any) 
         f"{text}=0": "accepted are 1 positive numbers",
         f"{text}=x": "whose weight is 'x'; accepted are FILE and FILE=WEIGHT",
         f"{text} --validation=0.9": "--validation is 0.9; accepted are a share",
-        f"{text} --train=lora --adapter={tmp_path / 'adapter'}": "not those of an adapter of rank 2",
+        f"{text} --train=lora --adapter={tmp_path / 'adapter'}": "those of an adapter of rank 2",
         f"{text} --train=states --initial-state={tmp_path / 'state.pth'}": "not those of RWKV-7",
         f"{text} --train=lora --lora-targets=att.other": "accepted are patterns of",
         f"{text} --train=att.other": "'att.other'; accepted are patterns of the names",
@@ -226,9 +242,9 @@ def test_what_does_not_fit(run: Run, folder: Path, tmp_path: Path, capsys: Any) 
         f"{text} --tokenizer=world": "accepted with a vocabulary of 256",
     }.items():
         assert run(*options.split(" ")) == 2, options
-        last = capsys.readouterr().err.splitlines()[-1]
-        assert last.startswith("rwkv-jax train: "), last
-        assert re.search(message, last), last
+        _, program, told = capsys.readouterr().err.rpartition("rwkv-jax train: ")
+        assert program, options
+        assert re.search(message, told), told
 
 
 def test_targets_that_do_not_go_together(run: Run, capsys: Any) -> None:
@@ -236,7 +252,6 @@ def test_targets_that_do_not_go_together(run: Run, capsys: Any) -> None:
         "--train=all,lora": "accepted is all, or what is not all of it",
         "--train=lora --initial-state=x": "--initial-state --train states",
         "--train=states --task=reverse": "exclude each other",
-        "--train=lora --mesh=seq=2": "exclude --mesh seq=N",
     }.items():
         with pytest.raises(SystemExit, match=r"^2$"):
             run(*options.split(" "))

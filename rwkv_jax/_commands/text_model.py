@@ -51,8 +51,9 @@ class TextModel:
         self.tokenizer = tokenizer_of(arguments, models.inspect(arguments.model).config.vocab_size)
         self._sampling = sampling_of(arguments, self.tokenizer)
         checkpoint = models.load(arguments.model, dtype=arguments.dtype)
-        self._module, self._params = checkpoint.module, models.for_decoding(
-            with_adapter(arguments, checkpoint.params)
+        self._module, self._params = (
+            checkpoint.module,
+            models.for_decoding(with_adapter(arguments, checkpoint.params)),
         )
         self._dtype = arguments.dtype
         self._start = None

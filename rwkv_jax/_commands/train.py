@@ -8,7 +8,7 @@ EXAMPLES = (
     "train --data book.txt --size small --steps 20000",
     "train --model model.pth --data talks.jsonl --train lora --dtype bfloat16 --context 4096",
     "train --model model.pth --data talks.jsonl --train states --steps 500",
-    "train --model model.pth --data text.bin=3 --data talks.jsonl=1 --train lora,states --base int8",
+    "train --model model.pth --data books.bin=3 --data talks.jsonl --train lora --base int8",
     "train --resume",
 )
 

@@ -76,10 +76,8 @@ class Documents:
         )
 
     def __str__(self) -> str:
-        return (
-            f"{self._documents:,} documents to train on, {self.held_out.mask.sum():,} held-out "
-            "tokens to predict"
-        )
+        held_out = np.count_nonzero(np.asarray(self.held_out.mask))
+        return f"{self._documents:,} documents to train on, {held_out:,} held-out tokens to predict"
 
     @property
     def efficiency(self) -> float:
@@ -129,16 +127,17 @@ class _Opener:
         if path.suffix in (".bin", ".idx") or (not path.exists() and index.exists()):
             self.files.append(path if path.exists() else index)
             return data.BinIdx(path, vocab_size=self._vocabulary)
-        if self._tokenizer is None:
-            # Raises the error that says what is accepted.
+        # Where it is not known, to ask again raises the error that says what is accepted.
+        tokenizer = self._tokenizer or tokenizers.load(
             tokenizers.for_vocabulary(self._vocabulary, checkpoint=self._args.model)
+        )
         paths = files(path, self._args.pattern) if path.is_dir() else [path]
         if not paths:
             raise ValueError(f"--data: {path} has no files {self._args.pattern}")
         self.files += paths
         if path.suffix in (".jsonl", ".json", ".ndjson"):
-            return data.JsonLines(paths, self._tokenizer, form=_form(self._args))
-        return data.Text(paths, self._tokenizer, separator=self._args.separator)
+            return data.JsonLines(paths, tokenizer, form=_form(self._args))
+        return data.Text(paths, tokenizer, separator=self._args.separator)
 
 
 def _weighted(text: str) -> tuple[Path, float]:
@@ -197,10 +196,13 @@ def _split(source: Source, share: float) -> tuple[Source, Source]:
     documents = [source[i] for i in range(len(source))]
     counts = np.concatenate([x.counts for x in documents])
     total = int(counts.sum())
-    cut = int(np.searchsorted(np.cumsum(counts), round(total * (1 - share)))) + 1
+    kept = max(1, min(round(total * (1 - share)), total - 2))
+    cut = int(np.searchsorted(np.cumsum(counts), kept)) + 1
     parts = Encoded([*_pieces(documents, 0, cut)]), Encoded([*_pieces(documents, cut, len(counts))])
     if not all(part.counts for part in parts):
-        raise ValueError("--data: there are too few tokens to hold some out; give --validation FILE")
+        raise ValueError(
+            "--data: there are too few tokens to hold some out; give --validation FILE"
+        )
     return parts
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import KeyPath
 
 from rwkv_jax import finetuning
 from rwkv_jax._training.copies import in_place
@@ -50,10 +51,11 @@ class Model(NamedTuple):
         params = self.module.shardings(self.shapes.params, self.mesh, data="data", model="model")
         named = rwkv7.names(Parts(params))
         whole = NamedSharding(self.mesh, P())
-        return jax.tree_util.tree_map_with_path(
-            lambda path, _: named.get(jax.tree_util.keystr(path, simple=True, separator="."), whole),
-            parts,
-        )
+
+        def place(path: KeyPath, _: Any) -> NamedSharding:
+            return named.get(jax.tree_util.keystr(path, simple=True, separator="."), whole)
+
+        return jax.tree_util.tree_map_with_path(place, parts)
 
 
 def make_model(

@@ -333,11 +333,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--train is {args.train}; accepted is all, or what is not all of it")
     for option, target in ((args.adapter, LORA), (args.initial_state, STATES)):
         if option and target not in named:
-            parser.error(f"--adapter needs --train lora, and --initial-state --train states")
+            parser.error("--adapter needs --train lora, and --initial-state --train states")
     if STATES in named and args.task:
         parser.error("--train states and --task exclude each other")
-    if args.mesh and args.mesh.get("seq", 1) > 1 and {LORA, STATES} & {*named}:
-        parser.error("--train lora and states exclude --mesh seq=N")
     if not args.data and args.prompt is None:
         args.prompt = "class "
     if args.learning_rate is None:
