@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from rwkv_jax import models
-from rwkv_jax.models import rwkv6, rwkv7
+from rwkv_jax.models import rwkv7
 from support import checkpoints, hlo, scripts
 from support.models import random_like, shapes_of
 from support.scripts import AtStep
@@ -350,10 +350,7 @@ def test_start_from_a_model(
     bytes."""
     path = tmp_path / "model.safetensors"
     option = f"--model={path}"
-    params, old = (
-        random_like(shapes_of(module, module.Config(1, 64, head_size=64, vocab_size=256)))
-        for module in (rwkv7, rwkv6)
-    )
+    params = random_like(shapes_of(rwkv7, rwkv7.Config(1, 64, head_size=64, vocab_size=256)))
     models.save(path, params)
     _, given = train.prepare(train.options.parse([option, "--size=0.1b"]))
     jax.tree.map(np.testing.assert_array_equal, given.params, params)
@@ -361,9 +358,13 @@ def test_start_from_a_model(
     models.save(path, models.quantize(params))
     with pytest.raises(ValueError, match="where the base is int8; accepted are lora and states"):
         train.prepare(train.options.parse([option]))
-    models.save(path, old)
-    with pytest.raises(SystemExit, match="--model is RWKV-6; accepted is RWKV-7"):
-        train.main([option])
+    for version, more, accepted in (
+        ("RWKV-4", [], "RWKV-5 to 7"),
+        ("RWKV-6", ["--mesh=data=2"], "RWKV-7"),
+    ):
+        checkpoints.write_model(tmp_path, version, vocabulary=256)
+        with pytest.raises(SystemExit, match=f"--model is {version}; accepted is {accepted}"):
+            train.main([option, *more])
     other = checkpoints.write_model(tmp_path, vocabulary=300)
     with pytest.raises(SystemExit, match="300 different tokens; accepted without --data"):
         train.main([f"--model={other}"])

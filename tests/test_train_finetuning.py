@@ -18,6 +18,7 @@ import pytest
 from rwkv_jax import _commands, finetuning, models
 from rwkv_jax.data import write_bin_idx
 from rwkv_jax.models import rwkv7
+from support import checkpoints
 from support.models import random_like, shapes_of
 from support.scripts import AtStep
 
@@ -181,6 +182,16 @@ def test_resume_within_documents(run: Run, folder: Path, tmp_path: Path, at_step
         for name in ("parts", "whole")
     ]
     jax.tree.map(np.testing.assert_array_equal, *adapters)
+
+
+@pytest.mark.slow
+def test_another_generation(train: ModuleType, folder: Path, tmp_path: Path, capsys: Any) -> None:
+    model = checkpoints.write_model(tmp_path, "RWKV-6", vocabulary=256)
+    options = ["--train=lora,states", "--steps=2", "--batch=2", "--context=24", "--cache=none"]
+    options += [f"--model={model}", f"--data={folder / 'text.txt'}", f"--out={tmp_path / 'out'}"]
+    assert _commands.main(["train", *options, "--sample=2"]) == 0
+    assert "RWKV-6 of " in capsys.readouterr().out
+    finetuning.load_adapter(tmp_path / "out" / "adapter", models.inspect(model).params)
 
 
 @pytest.mark.slow

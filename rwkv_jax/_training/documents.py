@@ -10,13 +10,10 @@ from typing import Any
 import numpy as np
 
 from rwkv_jax import _files, data, tokenizers
-from rwkv_jax._training.data import Batch, files
+from rwkv_jax._training.data import Batch, checksum_of, files
 from rwkv_jax.chat import G1, Template, template_in
 from rwkv_jax.data import Document, Source
 from rwkv_jax.tokenizers import Tokenizer
-
-_BEGIN = 2**16
-"""How many bytes of a file tell it from others of the same size."""
 
 
 class Encoded:
@@ -71,9 +68,7 @@ class Documents:
         self._batches = data.training_batches(sources, **options, **self._options)
         self._positions: dict[int, Any] = {}
         self._places = self._counted = 0
-        self.checksum = zlib.crc32(
-            repr([[_sum(x) for x in open_.files], weights, args.validation]).encode()
-        )
+        self.checksum = zlib.crc32(repr(weights).encode(), checksum_of(open_.files))
 
     def __str__(self) -> str:
         held_out = np.count_nonzero(np.asarray(self.held_out.mask))
@@ -220,9 +215,3 @@ def _pieces(documents: Sequence[Document], start: int, stop: int) -> Iterator[Do
         part = slice(min(max(start - before, 0), size), min(max(stop - before, 0), size))
         yield Document(document.tokens[part], document.counts[part])
         before += size
-
-
-def _sum(path: Path) -> tuple[int, int]:
-    """The size of a file, and a checksum of its begin."""
-    with path.open("rb") as file:
-        return path.stat().st_size, zlib.crc32(file.read(_BEGIN))

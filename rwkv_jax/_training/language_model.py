@@ -42,6 +42,11 @@ class Model(NamedTuple):
     shapes: Parts
     labels: Parts
 
+    @property
+    def generation(self) -> str:
+        """Its name, such as RWKV-7."""
+        return f"RWKV-{self.module.__name__[-1]}"
+
     def split(self, parts: Parts) -> tuple[Parts, Parts]:
         """What is trained of the parts, and what is frozen."""
         return finetuning.split(parts, self.labels)

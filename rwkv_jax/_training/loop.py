@@ -144,5 +144,5 @@ def train(
     print(f"Trained {done - saved} steps in {time.perf_counter() - began:.0f} s")
     if done - saved > 1:
         rate = tokens * (done - saved - 1) / clock.seconds
-        print(report.speed(model.mesh, model.shapes.params, rate, args.peak))
+        print(report.speed(model, rate, args.peak))
     return log, finetuning.join(state.params, state.frozen)

@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from rwkv_jax import models
 from rwkv_jax._commands import train
 from rwkv_jax._training.checkpoints import Options
 from rwkv_jax._training.compilation import default_cache
+from rwkv_jax._training.data import checksum_of
 from rwkv_jax._training.devices import AXES
 from rwkv_jax._training.parts import ALL, LORA, STATES, patterns, targets
 from rwkv_jax._training.tasks import TASKS
@@ -361,33 +362,41 @@ def new_config(args: argparse.Namespace) -> rwkv7.Config:
     return dataclasses.replace(SIZES[args.size], **{n: s for n, s in sizes.items() if s})
 
 
-def config(args: argparse.Namespace) -> rwkv7.Config:
-    """The sizes of the model that the options ask for."""
+def base(args: argparse.Namespace) -> models.Checkpoint | None:
+    """The model of --model without its arrays."""
     if not args.model:
-        return new_config(args)
+        return None
     try:
         found = models.inspect(args.model)
     except (OSError, ValueError) as error:
         sys.exit(f"--model: {error}")
-    config = found.config
-    if not isinstance(config, rwkv7.Config):
-        sys.exit(f"--model is {found.generation}; accepted is RWKV-7")
-    if not args.data and config.vocab_size != VOCABULARY:
+    if found.module is models.rwkv4 or (found.module is not rwkv7 and args.mesh):
+        accepted = "RWKV-7" if args.mesh else "RWKV-5 to 7"
+        sys.exit(f"--model is {found.generation}; accepted is {accepted}")
+    if not args.data and found.config.vocab_size != VOCABULARY:
         sys.exit(
-            f"--model has {config.vocab_size} different tokens; accepted without --data is one "
-            f"with the {VOCABULARY} bytes"
+            f"--model has {found.config.vocab_size} different tokens; accepted without --data is "
+            f"one with the {VOCABULARY} bytes"
         )
-    return config
+    return found
+
+
+def config(args: argparse.Namespace) -> Any:
+    """The sizes of the model that the options ask for."""
+    found = base(args)
+    return new_config(args) if found is None else found.config
 
 
 def recorded(args: argparse.Namespace, checksum: int | None) -> Options:
     """The options that a resumed run has to share, by name. `checksum` stands for the data."""
     options = {name: x for name, x in vars(args).items() if name not in MAY_CHANGE}
-    model = config(args)
+    found, sizes = base(args), config(args)
     return options | {
         "data": checksum,
-        "layers": model.num_layers,
-        "width": model.hidden_size,
-        "head_size": model.head_size,
-        "vocabulary": model.vocab_size,
+        # Its path may change, but not what it has.
+        "model": found and checksum_of(map(Path, found.files)),
+        "layers": sizes.num_layers,
+        "width": sizes.hidden_size,
+        "head_size": sizes.head_size,
+        "vocabulary": sizes.vocab_size,
     }

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from rwkv_jax import finetuning, models
+from rwkv_jax import finetuning, models, tokenizers
 from rwkv_jax._training import checkpoints, parts
 from rwkv_jax._training.processes import by_first
 
@@ -95,13 +95,15 @@ def save(args: argparse.Namespace, result: parts.Parts) -> None:
     if MODEL in written:
         models.save(args.out / MODEL, result.params)
     if ADAPTER in written:
-        finetuning.save_adapter(args.out / ADAPTER, result.adapter, base=args.model)
+        names = "hf" if hasattr(result.params.blocks[0].att, "r_k") else "official"
+        finetuning.save_adapter(args.out / ADAPTER, result.adapter, names=names, base=args.model)
     if STATES in written:
         models.save_state(args.out / STATES, result.initial_state(1, "float32"))
 
 
-def command(args: argparse.Namespace) -> list[str]:
-    """The command line that writes text with the results, but for the prompt."""
+def command(args: argparse.Namespace, vocabulary: int, tokenizer: str | None) -> list[str]:
+    """The command line that writes text with the results, but for the prompt. `tokenizer` is the
+    name of the one of the data."""
     written = results(args)
     model = str(args.out / MODEL) if MODEL in written else args.model
     line = ["rwkv-jax", "generate", model]
@@ -109,6 +111,7 @@ def command(args: argparse.Namespace) -> list[str]:
         line += ["--adapter", str(args.out / ADAPTER)]
     if STATES in written:
         line += ["--initial-state", str(args.out / STATES)]
-    if args.tokenizer:
-        line += ["--tokenizer", args.tokenizer]
-    return line
+    usual = None
+    with contextlib.suppress(ValueError):
+        usual = tokenizers.for_vocabulary(vocabulary, checkpoint=model)
+    return line if tokenizer in (None, usual) else [*line, "--tokenizer", tokenizer]

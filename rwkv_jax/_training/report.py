@@ -9,7 +9,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from rwkv_jax import generation
 from rwkv_jax._training.checkpoints import Log
@@ -22,10 +21,11 @@ from rwkv_jax.models import Kernels, rwkv7
 from rwkv_jax.tokenizers import Tokenizer
 
 
-def speed(mesh: Mesh, params: rwkv7.Params, tokens_per_second: float, peak: float | None) -> str:
+def speed(model: Model, tokens_per_second: float, peak: float | None) -> str:
     """Tokens and operations per second, and which share of `peak` TFLOP/s each device reaches."""
-    teraflops = tokens_per_second * flops_per_token(params) / 1e12
-    share = f", {teraflops / mesh.size / peak:.1%} of the peak" if peak else ""
+    _, frozen = model.split(model.shapes)
+    teraflops = tokens_per_second * flops_per_token(model.shapes.params, frozen.params) / 1e12
+    share = f", {teraflops / model.mesh.size / peak:.1%} of the peak" if peak else ""
     return f"{tokens_per_second:,.0f} tokens/s after the first step, {teraflops:.3g} TFLOP/s{share}"
 
 
@@ -58,13 +58,13 @@ def bytes_per_token(tokenizer: Tokenizer | None, held_out: Batch) -> float | Non
     return len(tokenizer.decode_bytes(targets.ravel())) / targets.size or None
 
 
-def table(log: Log, size: float | None) -> str:
-    """The held-out losses of the model and of the n-gram models. `size` is that of a token in
-    bytes."""
+def table(log: Log, size: float | None, name: str = "RWKV-7") -> str:
+    """The held-out losses of the model of this name and of the n-gram models. `size` is that of a
+    token in bytes."""
     lines = [f"{'held-out loss':14} nats/token" + ("  bits/byte" if size else "")]
-    for name, loss in (log["ngrams"] | {"RWKV-7": log["held_out"][-1][1]}).items():
+    for of, loss in (log["ngrams"] | {name: log["held_out"][-1][1]}).items():
         bits = f"  {loss / math.log(2) / size:9.3f}" if size else ""
-        lines.append(f"{name:14} {loss:10.3f}{bits}")
+        lines.append(f"{of:14} {loss:10.3f}{bits}")
     return "\n".join(lines)
 
 

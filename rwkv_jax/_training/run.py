@@ -27,6 +27,7 @@ from rwkv_jax._training import (
     xla_flags,
 )
 from rwkv_jax._training.parts import Parts
+from rwkv_jax.models import rwkv7
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def prepare(args: argparse.Namespace) -> tuple[language_model.Model, Parts | None]:
     """The model that the options ask for, and its arrays if they are those of a file."""
-    config = options.config(args)
+    found, config = options.base(args), options.config(args)
     mesh = devices.make_mesh(args.mesh, config, batch=args.batch, context=args.context)
     loaded = parts.load(args, mesh) if args.model else None
     model = language_model.make_model(
@@ -60,6 +61,7 @@ def prepare(args: argparse.Namespace) -> tuple[language_model.Model, Parts | Non
         dtype=args.dtype,
         implementation=args.implementation,
         recompute=args.recompute,
+        module=found.module if found else rwkv7,
         parts=loaded,
     )
     return model, loaded[0] if loaded else None
@@ -83,8 +85,8 @@ def run(args: argparse.Namespace, saved: int, start: clocks.Start) -> int:
         recorded = options.recorded(args, source.checksum)
         trained = sizes.size(model.split(model.shapes)[0])
         print(
-            f"RWKV-7 of {sizes.size(model.shapes.params):,} parameters, {trained:,} numbers are "
-            f"trained, on {devices.describe(model.mesh)}, {args.dtype}"
+            f"{model.generation} of {sizes.size(model.shapes.params):,} parameters, {trained:,} "
+            f"numbers are trained, on {devices.describe(model.mesh)}, {args.dtype}"
         )
         print(source)
         if args.cache:
@@ -119,7 +121,7 @@ def report_on(
 ) -> None:
     """Print what a finished run has learned and what reads it, and write the log."""
     size = report.bytes_per_token(source.tokenizer, source.held_out)
-    print(f"\n{report.table(log, size)}")
+    print(f"\n{report.table(log, size, model.generation)}")
     if isinstance(source, documents.Documents):
         print(f"\n{source.efficiency:.1%} of the places of all rows had a token to predict")
     found, learned, prompt = {"options": recorded, **log}, "", args.prompt
@@ -138,7 +140,9 @@ def report_on(
             report.plot(args.out / outputs.PLOT, log)
     written = ", ".join(outputs.results(args))
     print(f"{learned}\nWrote {written}, a checkpoint, log.json and loss.png to {args.out}")
-    line = [*outputs.command(args), "--prompt", prompt or "..."]
+    name = source.tokenizer.name if source.tokenizer else None
+    vocabulary = model.config.vocab_size
+    line = [*outputs.command(args, vocabulary, name), "--prompt", prompt or "..."]
     if size == 1:
         # Bytes of a text recur all the time, unlike the tokens that the usual penalties are for.
         line += ["--temperature", "0"] if args.task else ["--presence", "0", "--frequency", "0"]
