@@ -165,6 +165,7 @@ def test_packed_rows_are_rows_of_a_document_each(
         assert np.linalg.norm(x - y) <= 1e-5 * np.linalg.norm(y)
 
 
+@pytest.mark.slow
 def test_resume_within_documents(run: Run, folder: Path, tmp_path: Path, at_step: AtStep) -> None:
     """Of two files with weights, and with dropout."""
     data = [f"--data={folder / 'texts.jsonl'}=2", f"--data={folder / 'talks.jsonl'}"]
@@ -182,6 +183,19 @@ def test_resume_within_documents(run: Run, folder: Path, tmp_path: Path, at_step
         for name in ("parts", "whole")
     ]
     jax.tree.map(np.testing.assert_array_equal, *adapters)
+
+
+def test_stale_results(train: ModuleType, base: Path, tmp_path: Path) -> None:
+    """A run removes what an earlier one has written and it does not, but not its base."""
+    for name in ("model.safetensors", "adapter/adapter_config.json", "state.pth"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("of an earlier run")
+    _, parts = train.prepare(train.options.parse([f"--model={base}", "--train=states"]))
+    model = tmp_path / "model.safetensors"
+    for given, names in ((model, {"model.safetensors", "state.pth"}), (base, {"state.pth"})):
+        options = [f"--model={given}", "--train=states", f"--out={tmp_path}"]
+        train.outputs.save(train.options.parse(options), parts)
+        assert {path.name for path in tmp_path.iterdir()} == names
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
-
 AXES = ("data", "model", "seq")
 
 Tree = TypeVar("Tree")

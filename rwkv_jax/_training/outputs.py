@@ -87,11 +87,15 @@ def results(args: argparse.Namespace) -> list[str]:
 
 
 def save(args: argparse.Namespace, result: parts.Parts) -> None:
-    """Write what of a model was trained, in place of what an earlier run has written."""
-    for name in (MODEL, STATES):
-        (args.out / name).unlink(missing_ok=True)
-    shutil.rmtree(args.out / ADAPTER, ignore_errors=True)
+    """Write what of a model was trained, in place of what an earlier run has written, but for what
+    this run began with."""
     written = results(args)
+    began = [Path(x).resolve() for x in (args.model, args.adapter, args.initial_state) if x]
+    for path in (args.out / name for name in (MODEL, ADAPTER, STATES) if name not in written):
+        if path.is_dir() and path.resolve() not in began:
+            shutil.rmtree(path)
+        elif path.resolve() not in began:
+            path.unlink(missing_ok=True)
     if MODEL in written:
         models.save(args.out / MODEL, result.params)
     if ADAPTER in written:
