@@ -36,7 +36,7 @@ fi
 # The model of an earlier demo is replaced, unless this one goes on with it.
 [[ " $* " == *" --resume "* ]] || set -- --force "$@"
 "$python" scripts/train.py --size demo --prompt "def " --steps 300 --warmup 30 --eval-every 150 \
-  --eval-bytes 32768 "$@" --out out/demo
+  --eval-tokens 32768 "$@" --out out/demo
 # With -P the command is that of the installed package, not of the sources in this folder.
 exec "$python" -P -m rwkv_jax generate out/demo/model.safetensors --prompt "def " \
   --presence 0 --frequency 0

@@ -1,16 +1,18 @@
-"""Train a byte-level RWKV-7 language model, by default on the sources of Python's standard library.
+"""`rwkv-jax train` of a checkout: trains a new RWKV-7, by default one of bytes on the sources of
+Python's standard library, or finetunes a published one.
 
     python scripts/train.py                      # the demo: minutes on two CPU cores
     python scripts/train.py --data book.txt --size small --steps 20000
     python scripts/train.py --resume             # after Ctrl-C; loses no step
     python scripts/train.py --force              # start anew, in place of the run in the folder
-    python scripts/train.py --model FILE         # go on from the parameters of a checkpoint
+    python scripts/train.py --model model.pth --data talks.jsonl --train lora
     python scripts/train.py --mesh data=2,seq=4  # on 8 devices
     python scripts/train.py --task reverse       # exact recall: up to 60 digits, in reverse
 
-Writes model.safetensors (the parameters), log.json, loss.png and the last two checkpoints to --out.
-A checkpoint has every array by its name, the options and the log, and checksums of its files. A
-resumed run skips damaged checkpoints. One run at a time writes to a folder.
+Writes to --out what was trained (model.safetensors; adapter, a folder of PEFT; state.pth),
+log.json, loss.png and the last two checkpoints. A checkpoint has every array that is trained by its
+name, the options and the log, where the data goes on, and checksums of its files. A resumed run
+skips damaged checkpoints. One run at a time writes to a folder.
 
 The axes of --mesh are data (rows of the batch; also parts of parameters and optimizer state), model
 (heads, inner channels and the vocabulary) and seq (consecutive parts of the context), the last one
@@ -27,7 +29,7 @@ start each with the same options and its --process:
 
 import sys
 
-from rwkv_jax._training.run import main
+from rwkv_jax._commands import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["train", *sys.argv[1:]]))

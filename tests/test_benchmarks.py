@@ -317,10 +317,10 @@ def test_compared_steps_are_those_of_train(monkeypatch: pytest.MonkeyPatch, chec
     model = train.language_model.make_model(config, mesh, dtype="float32", implementation=None)
     optimizer = train.loop.make_optimizer(args)
     shapes = steps.state_shapes(model, optimizer)
-    state = steps.initial_state(model, optimizer, shapes, seed=0, params=params)
+    state = steps.initial_state(model, optimizer, shapes, seed=0, parts=train.Parts(params))
     step, found = steps.train_step(model, optimizer, shapes, 0.0), []
     for x in compare.batches(args):
-        state, loss = step(state, train.data.Batch(x))
+        state, loss = step(state, train.data.windows(x))
         found.append(float(loss))
     assert losses == pytest.approx(found, abs=1e-5)
     assert losses[-1] < losses[0]

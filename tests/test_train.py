@@ -20,8 +20,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from rwkv_jax import models
-from rwkv_jax.models import rwkv6, rwkv7
-from support import hlo, scripts
+from rwkv_jax.models import rwkv7
+from support import checkpoints, hlo, scripts
 from support.models import random_like, shapes_of
 from support.scripts import AtStep
 
@@ -36,7 +36,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     text = tmp_path_factory.mktemp("data") / "text"
     text.write_bytes(TEXT)
     given = {"layers": 1, "width": 32, "head-size": 16, "steps": STEPS, "batch": 2, "context": 16}
-    given |= {"eval-every": 3, "eval-bytes": 48, "save-every": 2, "sample": 8, "warmup": 2}
+    given |= {"eval-every": 3, "eval-tokens": 48, "save-every": 2, "sample": 8, "warmup": 2}
     given |= {"cache": "none"}
     return [f"--data={text}", *(f"--{name}={x}" for name, x in given.items())]
 
@@ -83,7 +83,8 @@ def test_interrupted_run_resumes_exactly(
 
     assert train.main([*options, f"--out={parts}", "--resume"]) == 0
     output = capsys.readouterr().out
-    assert all(name in output for name in ("unigram", "bigram", "RWKV-7", "sample", "tokens/s"))
+    assert all(name in output for name in ("nats/token", "bits/byte", "RWKV-7", "sample"))
+    assert "tokens/s" in output
     assert (parts / "loss.png").read_bytes().startswith(b"\x89PNG")
     log, expected = logs(parts, whole)
     assert log == expected
@@ -139,7 +140,7 @@ def test_training_keeps_everything_where_it_is(
     for name in ("model", "optimizer.1.mu", "optimizer.1.nu"):
         place = places[f"{name}.blocks.0.att.receptance.weight"]
         assert place.is_equivalent_to(NamedSharding(mesh, P("model", "data")), 2)
-    batch = train.data.Batch(np.zeros((2, 17), np.int32))
+    batch = train.data.windows(np.zeros((2, 17), np.int32))
     step = steps.train_step(model, optimizer, shapes, 0.0)
     text = step.lower(state, batch).compile().as_text()
     allowed = {"all-gather", "all-reduce", "reduce-scatter"}
@@ -200,6 +201,12 @@ def test_standard_library_is_the_default(train: ModuleType) -> None:
     text, held_out = train.data.read(None, "*.py")
     assert len(text) > 10 * len(held_out) > 1_000_000
     assert b"class OrderedDict" in bytes(text) + bytes(held_out)
+    source = train.source_of(train.options.parse(["--eval-tokens=256"]))
+    assert source.held_out.tokens.shape == (2, 128)
+    log = {"held_out": [[1, 2.0]], "ngrams": source.ngrams}
+    table = train.report.table(log, train.report.bytes_per_token(source.tokenizer, source.held_out))
+    assert table.splitlines()[0].split() == ["held-out", "loss", "nats/token", "bits/byte"]
+    assert [line.split()[0] for line in table.splitlines()[1:]] == ["unigram", "bigram", "RWKV-7"]
 
 
 def test_ngrams_predict_what_they_counted(train: ModuleType) -> None:
@@ -257,7 +264,7 @@ def test_detached_pieces_do_not_learn_from_later_ones(long_context: ModuleType) 
 @pytest.fixture
 def task_options(tmp_path: Path) -> list[str]:
     given = {"task": "reverse", "longest": 4, "layers": 1, "width": 32, "head-size": 16}
-    given |= {"steps": 4, "batch": 2, "context": 16, "eval-bytes": 64, "judge": 3, "out": tmp_path}
+    given |= {"steps": 4, "batch": 2, "context": 16, "eval-tokens": 64, "judge": 3, "out": tmp_path}
     given |= {"cache": "none"}
     return [f"--{name}={x}" for name, x in given.items()]
 
@@ -268,9 +275,9 @@ def test_only_answers_count(train: ModuleType, task_options: list[str]) -> None:
     examples = train.tasks.Examples(train.options.parse(task_options))
     lengths = set()
     for batch in (examples.held_out, *map(examples.batch, range(4))):
-        assert batch.tokens.shape[1] - 1 == batch.mask.shape[1] == batch.segment_ids.shape[1]
-        for tokens, mask, segment_ids in zip(*batch, strict=True):
-            row = bytes(tokens.astype(np.uint8))
+        np.testing.assert_array_equal(batch.tokens[:, 1:], batch.targets[:, :-1])
+        for tokens, targets, mask, segment_ids in zip(*batch, strict=True):
+            row = bytes([*tokens, targets[-1]])
             documents = list(re.finditer(rb"([0-9]+)=([0-9]+)\n", row))
             assert b"".join(document[0] for document in documents) == row.rstrip(b"\0")
             answers, numbers = np.zeros((2, len(row)))
@@ -339,25 +346,28 @@ def test_answers(train: ModuleType, task_options: list[str]) -> None:
 def test_start_from_a_model(
     train: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The parameters and the sizes are those of the file, which has to be a model of bytes."""
+    """The parameters and the sizes are those of the file, which without data has to be a model of
+    bytes."""
     path = tmp_path / "model.safetensors"
     option = f"--model={path}"
-    params, old = (
-        random_like(shapes_of(module, module.Config(1, 64, head_size=64, vocab_size=256)))
-        for module in (rwkv7, rwkv6)
-    )
+    params = random_like(shapes_of(rwkv7, rwkv7.Config(1, 64, head_size=64, vocab_size=256)))
     models.save(path, params)
     _, given = train.prepare(train.options.parse([option, "--size=0.1b"]))
-    jax.tree.map(np.testing.assert_array_equal, given, params)
+    jax.tree.map(np.testing.assert_array_equal, given.params, params)
 
-    for refused, what in (
-        (models.quantize(params), "RWKV-7 with 256 different tokens, quantised"),
-        (old, "RWKV-6 with 256 different tokens"),
+    models.save(path, models.quantize(params))
+    with pytest.raises(ValueError, match="where the base is int8; accepted are lora and states"):
+        train.prepare(train.options.parse([option]))
+    for version, more, accepted in (
+        ("RWKV-4", [], "RWKV-5 to 7"),
+        ("RWKV-6", ["--mesh=data=2"], "RWKV-7"),
     ):
-        models.save(path, refused)
-        message = f"{what}; accepted is RWKV-7 with the 256 bytes, not quantised"
-        with pytest.raises(SystemExit, match=message):
-            train.main([option])
+        checkpoints.write_model(tmp_path, version, vocabulary=256)
+        with pytest.raises(SystemExit, match=f"--model is {version}; accepted is {accepted}"):
+            train.main([option, *more])
+    other = checkpoints.write_model(tmp_path, vocabulary=300)
+    with pytest.raises(SystemExit, match="300 different tokens; accepted without --data"):
+        train.main([f"--model={other}"])
     with pytest.raises(SystemExit):
         train.main([option, "--layers=2"])
     assert "--model excludes --layers" in capsys.readouterr().err

@@ -45,7 +45,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     text = tmp_path_factory.mktemp("data") / "text"
     text.write_bytes(b"the quick brown fox\n" * 100)
     given = {"layers": 1, "width": 32, "head-size": 16, "steps": 4, "batch": 2, "context": 16}
-    given |= {"eval-bytes": 48, "save-every": 1, "cache": "none"}
+    given |= {"eval-tokens": 48, "save-every": 1, "cache": "none"}
     return [f"--data={text}", *(f"--{name}={x}" for name, x in given.items())]
 
 

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 
 import rwkv_jax
-from rwkv_jax._commands import chat, convert, doctor, eval, generate, inspect, merge
+from rwkv_jax._commands import chat, convert, doctor, eval, generate, inspect, merge, train
 
 PROGRAM = "rwkv-jax"
 
@@ -28,6 +28,7 @@ COMMANDS = {
     "inspect": inspect,
     "convert": convert,
     "merge": merge,
+    "train": train,
     "eval": eval,
     "generate": generate,
     "chat": chat,

@@ -1,7 +1,7 @@
 """Arguments that several commands have."""
 
 import argparse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rwkv_jax.tokenizers import Tokenizer
@@ -30,6 +30,29 @@ def add_tokenizer(parser: argparse.ArgumentParser) -> None:
         help="world, bytes, or the path of a tokenizer.json or of a vocabulary of RWKV (default: "
         "the file in the folder MODEL, or what the size of the vocabulary tells)",
     )
+
+
+def add_adapter(parser: argparse.ArgumentParser) -> None:
+    """What is beside the matrices of the argument `model`."""
+    parser.add_argument(
+        "--adapter",
+        metavar="FOLDER",
+        help="an adapter of LoRA in a folder of PEFT, which the model has beside its matrices",
+    )
+
+
+def with_adapter(arguments: argparse.Namespace, params: Any) -> Any:
+    """The parameters with the adapter of a command line, if it has one.
+
+    Raises:
+      FileNotFoundError, ValueError: as `finetuning.load_adapter` raises them.
+    """
+    if arguments.adapter is None:
+        return params
+    from rwkv_jax import finetuning
+
+    adapter = finetuning.load_adapter(arguments.adapter, params, dtype=arguments.dtype)
+    return finetuning.adapted(params, adapter)
 
 
 def add_initial_state(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, get_args
 
 from rwkv_jax import _files
-from rwkv_jax._commands.arguments import add_dtype, add_initial_state, add_model, add_tokenizer
+from rwkv_jax._commands.arguments import (
+    add_adapter,
+    add_dtype,
+    add_initial_state,
+    add_model,
+    add_tokenizer,
+)
 from rwkv_jax._commands.interrupt import Interrupt
 from rwkv_jax._commands.output import SESSIONS, check_target
 from rwkv_jax._commands.sampling import add_sampling, seed_of
@@ -52,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a .safetensors file of the conversation: read at the start, if it is there, and "
         "written at the end",
     )
+    add_adapter(parser)
     add_initial_state(parser)
     parser.add_argument("--system", default="", metavar="TEXT", help="what the model is told first")
     parser.add_argument(

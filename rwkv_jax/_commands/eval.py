@@ -4,6 +4,7 @@ import argparse
 
 from rwkv_jax._commands import eval_tasks, eval_text
 from rwkv_jax._commands.arguments import (
+    add_adapter,
     add_dtype,
     add_initial_state,
     add_model,
@@ -49,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--tasks", metavar="NAMES", help="tasks of lm-evaluation-harness, with commas between them"
     )
+    add_adapter(parser)
     add_initial_state(parser)
     add_tokenizer(parser)
     parser.add_argument(

@@ -72,6 +72,7 @@ def harness(arguments: argparse.Namespace) -> None:
     model = Model(
         arguments.model,
         tokenizer=arguments.tokenizer,
+        adapter=arguments.adapter,
         initial_state=arguments.initial_state,
         dtype=arguments.dtype,
         batch_size=arguments.batch,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from rwkv_jax._commands.arguments import tokenizer_of
+from rwkv_jax._commands.arguments import tokenizer_of, with_adapter
 
 T = TypeVar("T")
 
@@ -38,6 +38,7 @@ class Evaluated:
 
         arguments, dtype = self._arguments, self._arguments.dtype
         params, state = models.load(arguments.model, dtype=dtype).params, None
+        params = with_adapter(arguments, params)
         if arguments.initial_state is not None:
             state = models.load_state(arguments.initial_state, params, dtype=dtype)
         with tqdm(total=tokens, unit=" tokens", disable=None) as bar:

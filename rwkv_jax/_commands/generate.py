@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rwkv_jax._commands.arguments import (
+    add_adapter,
     add_dtype,
     add_initial_state,
     add_model,
@@ -56,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--save-state", metavar="FILE", help="write the state at the end to a .safetensors file"
     )
+    add_adapter(parser)
     add_initial_state(parser)
     add_tokenizer(parser)
     add_dtype(parser, "dtype of weights and activations (default: float32)", "float32")

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rwkv_jax._commands.arguments import tokenizer_of
+from rwkv_jax._commands.arguments import tokenizer_of, with_adapter
 from rwkv_jax._commands.interrupt import Interrupt
 from rwkv_jax._commands.sampling import sampling_of
 
@@ -51,7 +51,10 @@ class TextModel:
         self.tokenizer = tokenizer_of(arguments, models.inspect(arguments.model).config.vocab_size)
         self._sampling = sampling_of(arguments, self.tokenizer)
         checkpoint = models.load(arguments.model, dtype=arguments.dtype)
-        self._module, self._params = checkpoint.module, models.for_decoding(checkpoint.params)
+        self._module, self._params = (
+            checkpoint.module,
+            models.for_decoding(with_adapter(arguments, checkpoint.params)),
+        )
         self._dtype = arguments.dtype
         self._start = None
         if arguments.initial_state is not None:

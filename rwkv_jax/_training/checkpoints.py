@@ -28,7 +28,7 @@ Options: TypeAlias = dict[str, str | int | float | None]
 
 
 class Log(TypedDict):
-    """Losses in nats per byte.
+    """Losses in nats per token.
 
     Attributes:
       train: the loss of each step.
@@ -88,15 +88,16 @@ class Saver:
             self._saved = self._writing.result()
             self._writing = None
 
-    def save(self, arrays: Mapping[str, jax.Array], log: Log) -> None:
+    def save(self, arrays: Mapping[str, jax.Array], log: Log, position: Any = None) -> None:
         """Begin to write the checkpoint of all steps in `log`, when the one before is written. The
-        arrays are no longer needed when this returns.
+        arrays are no longer needed when this returns. `position` is that of the data.
 
         The checkpoint before this one is kept, and all others are removed. A checkpoint gets its
         name when it is complete. The program exits where the one before could not be written.
         """
         self._wait()
-        step, record = len(log["train"]), json.dumps({"options": self._options, "log": log})
+        record = json.dumps({"options": self._options, "log": log, "data": position})
+        step = len(log["train"])
         write = functools.partial(_write, self._folder, step, record, self._saved)
         if jax.process_count() > 1:
             self._saved = write(arrays)
@@ -151,19 +152,27 @@ def newest(folder: Path) -> int:
     sys.exit(f"{folder} has no whole checkpoint; --force instead of --resume starts anew")
 
 
-def load(
-    folder: Path, step: int, shapes: Mapping[str, jax.ShapeDtypeStruct], options: Options
-) -> tuple[dict[str, jax.Array], Log]:
-    """The arrays, where the shapes of the same names say, and the log.
+def record(folder: Path, step: int, options: Options) -> tuple[Log, Any]:
+    """The log and the position of the data of a checkpoint.
 
-    The program exits where the options of the checkpoint are not `options`, or its arrays have
-    other names.
+    The program exits where its options are not `options`.
     """
     checkpoint = path(folder, step)
-    record = json.loads((checkpoint / RECORD).read_text())
+    found = json.loads((checkpoint / RECORD).read_text())
     for name, value in options.items():
-        if (before := record["options"].get(name)) != value:
+        if (before := found["options"].get(name)) != value:
             sys.exit(f"{checkpoint} was made with {name} {before}, not {value}")
+    return found["log"], found["data"]
+
+
+def load(
+    folder: Path, step: int, shapes: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
+    """The arrays of a checkpoint, where the shapes of the same names say.
+
+    The program exits where they have other names.
+    """
+    checkpoint = path(folder, step)
     with _checkpointer() as checkpointer:
         metadata: Any = checkpointer.metadata(checkpoint.absolute()).item_metadata
         if other := {*metadata.tree} ^ {*shapes}:
@@ -171,7 +180,7 @@ def load(
                 f"{checkpoint} is of another version of this script: its arrays and those of this "
                 f"version differ in {min(other)}; accepted is --force, which starts anew"
             )
-        return checkpointer.restore(checkpoint.absolute(), dict(shapes)), record["log"]
+        return checkpointer.restore(checkpoint.absolute(), dict(shapes))
 
 
 @contextlib.contextmanager

@@ -1,16 +1,21 @@
-"""The data: bytes of files, cut into sequences, and n-gram models of them to compare with."""
+"""Batches and what gives them: for the demo bytes of files, cut into sequences, and n-gram models
+of them to compare with."""
 
 import argparse
 import sys
 import sysconfig
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 
+from rwkv_jax import tokenizers
+from rwkv_jax.tokenizers import Tokenizer
+
+_BEGIN = 2**16
 NOT_OURS = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 """Folders whose files are left out, because they are not sources of the library itself."""
 
@@ -19,18 +24,24 @@ HELD_OUT_EVERY = 20
 
 
 class Batch(NamedTuple):
-    """Rows of a batch, as JAX or numpy arrays.
+    """Rows of a batch, as JAX or numpy arrays [B, T].
 
     Attributes:
-      tokens: [B, T + 1]; the model reads all but the last of a row, and predicts all but the first.
-      mask: [B, T], which predictions count; all of them if None.
-      segment_ids: [B, T], which tokens that the model reads are one document, with 0 for padding;
-        a row is one document if None.
+      tokens: what the model reads.
+      targets: the token to be predicted at each place.
+      mask: which predictions count; all of them if None.
+      segment_ids: which tokens are one document, with 0 for padding; a row is one document if None.
     """
 
     tokens: jax.Array | np.ndarray
+    targets: jax.Array | np.ndarray
     mask: jax.Array | np.ndarray | None = None
     segment_ids: jax.Array | np.ndarray | None = None
+
+
+def windows(rows: jax.Array | np.ndarray) -> Batch:
+    """The batch of rows [B, T + 1], of each of which all tokens but the first are predicted."""
+    return Batch(rows[:, :-1], rows[:, 1:])
 
 
 @runtime_checkable
@@ -52,34 +63,86 @@ class Source(Protocol):
         """A number that tells files apart, or None where no files are read."""
         ...
 
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """What has made the tokens of text, if it is known."""
+        ...
+
     def batch(self, step: int) -> Batch:
-        """The rows of a step, from 0 on."""
+        """The rows of a step, from 0 on. Steps come in order, the first one after those of
+        `resume`."""
+        ...
+
+    def position(self, step: int) -> Any:
+        """What `resume` takes, in JSON, to go on after so many steps, which are the last one or the
+        one before that `batch` has made."""
+        ...
+
+    def resume(self, step: int, position: Any) -> None:
+        """Go on after so many steps."""
+        ...
+
+    def close(self) -> None:
+        """There are no more batches."""
         ...
 
 
-class Text:
-    """The files that the options ask for."""
+class ByStep:
+    """What sources of bytes have in common whose batches depend on the step alone."""
+
+    tokenizer = tokenizers.load("bytes")
+
+    def position(self, step: int) -> None:
+        return None
+
+    def resume(self, step: int, position: None) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class StandardLibrary(ByStep):
+    """The sources of Python's standard library: sequences at random places, for the demo."""
 
     def __init__(self, args: argparse.Namespace):
         self._seed, self._batch, self._context = args.seed, args.batch, args.context
-        self._text, held_out = (
-            check_size(part, args.context) for part in read(args.data, args.pattern)
-        )
-        count = max(1, min(args.eval_bytes, len(held_out)) // args.context)
+        self._text, held_out = (check_size(part, args.context) for part in read(None, args.pattern))
+        count = max(1, min(args.eval_tokens, len(held_out)) // args.context)
         rows = evenly_spaced(held_out, count=count, context=args.context)
-        self.held_out = Batch(rows)
+        self.held_out = windows(rows)
         self.ngrams = ngram_losses(self._text, rows)
         self.checksum = zlib.crc32(self._text.tobytes())
 
     def __str__(self) -> str:
-        held_out = self.held_out.tokens[:, 1:].size
+        held_out = self.held_out.targets.size
         return f"{len(self._text):,} bytes to train on, {held_out:,} held-out bytes to predict"
 
     def batch(self, step: int) -> Batch:
         """Sequences that depend on the seed and the step alone."""
-        return Batch(
+        return windows(
             batch_at(step, self._text, seed=self._seed, batch=self._batch, context=self._context)
         )
+
+
+def files(folder: Path, pattern: str) -> list[Path]:
+    """The files of a pattern in a folder, but for tests and packages of others."""
+    try:
+        found = sorted(path.relative_to(folder) for path in folder.rglob(pattern) if path.is_file())
+    except (OSError, ValueError, NotImplementedError) as error:
+        sys.exit(f"--data {folder} --pattern {pattern!r} cannot be read: {error}")
+    return [folder / path for path in found if NOT_OURS.isdisjoint(path.parts)]
+
+
+def checksum_of(paths: Iterable[Path]) -> int:
+    """A checksum of the sizes of files and of how they begin, which reads no large file whole."""
+    total = 0
+    for path in paths:
+        with path.open("rb") as file:
+            total = zlib.crc32(
+                file.read(_BEGIN), zlib.crc32(str(path.stat().st_size).encode(), total)
+            )
+    return total
 
 
 def read(data: Path | None, pattern: str) -> tuple[np.ndarray, np.ndarray]:
@@ -93,17 +156,16 @@ def read(data: Path | None, pattern: str) -> tuple[np.ndarray, np.ndarray]:
             text = np.frombuffer(folder.read_bytes(), np.uint8)
             cut = len(text) - len(text) // HELD_OUT_EVERY
             return text[:cut], text[cut:]
-        paths = sorted(path.relative_to(folder) for path in folder.rglob(pattern) if path.is_file())
-        files = [(folder / path).read_bytes() for path in paths if NOT_OURS.isdisjoint(path.parts)]
-    except (OSError, ValueError, NotImplementedError) as error:  # of a file or of the pattern
+        contents = [path.read_bytes() for path in files(folder, pattern)]
+    except OSError as error:
         sys.exit(f"--data {folder} --pattern {pattern!r} cannot be read: {error}")
-    held_out = files[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
-    del files[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
+    held_out = contents[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
+    del contents[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
     if not held_out:
         sys.exit(
-            f"{folder} has {len(files)} files {pattern}; needed are {HELD_OUT_EVERY} or one file"
+            f"{folder} has {len(contents)} files {pattern}; needed are {HELD_OUT_EVERY} or one file"
         )
-    train, test = (np.frombuffer(b"\n".join(part), np.uint8) for part in (files, held_out))
+    train, test = (np.frombuffer(b"\n".join(part), np.uint8) for part in (contents, held_out))
     return train, test
 
 

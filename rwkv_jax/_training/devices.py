@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -11,16 +11,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
-from rwkv_jax.models import rwkv7
-
 AXES = ("data", "model", "seq")
 
 Tree = TypeVar("Tree")
 
 
-def make_mesh(
-    given: Mapping[str, int] | None, config: rwkv7.Config, *, batch: int, context: int
-) -> Mesh:
+def make_mesh(given: Mapping[str, int] | None, config: Any, *, batch: int, context: int) -> Mesh:
     """The devices of --mesh, which is `given`. An axis that it does not name has one device."""
     given = given or {}
     sizes = {axis: 1 for axis in AXES if axis not in given} | dict(given)

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
+from rwkv_jax import finetuning
 from rwkv_jax._training import checkpoints, report, steps
 from rwkv_jax._training.ahead import Ahead
 from rwkv_jax._training.clocks import Clock, Start
@@ -20,8 +21,8 @@ from rwkv_jax._training.data import Batch, Source
 from rwkv_jax._training.interruption import Interruption
 from rwkv_jax._training.language_model import Model
 from rwkv_jax._training.optimizer import make_optimizer
+from rwkv_jax._training.parts import Parts
 from rwkv_jax._training.steps import Step, compiled_step, evaluation
-from rwkv_jax.models import rwkv7
 
 IN_FLIGHT = 3
 """How many steps the device has been given beyond the last one whose loss is known."""
@@ -35,18 +36,22 @@ def train(
     start: Start,
     *,
     saved: int = 0,
-    params: rwkv7.Params | None = None,
-) -> tuple[checkpoints.Log, rwkv7.Params] | None:
-    """Train on `source` and return the log of the finished run and the parameters, or None after
-    Ctrl-C.
+    parts: Parts | None = None,
+) -> tuple[checkpoints.Log, Parts] | None:
+    """Train on `source` and return the log of the finished run and the parts of the model, or None
+    after Ctrl-C.
 
     `options` go into the checkpoints. The run goes on from the checkpoint after `saved` steps, if
-    these are not 0, and otherwise begins with `params`, or with initial ones if these are None.
+    these are not 0, and otherwise begins with `parts`, or with initial parameters if these are
+    None. What is frozen is always that of `parts`.
 
     The device never waits for the next step: losses are read some steps late, one thread makes the
     next batch, and another one writes checkpoints.
     """
     log: checkpoints.Log = {"train": [], "held_out": [], "ngrams": dict(source.ngrams)}
+    if saved:
+        log, position = checkpoints.record(args.out, saved, options)
+        source.resume(saved, position)
     optimizer = make_optimizer(args, model.mesh.size)
     shapes = steps.state_shapes(model, optimizer)
     evaluate = evaluation(model, source.held_out, args.batch)
@@ -68,11 +73,11 @@ def train(
         if batch is not None:
             compiling = compiled_step(model, optimizer, shapes, batch, args.l2_wrap, start)
         if saved:
-            arrays, log = checkpoints.load(args.out, saved, steps.named(shapes), options)
-            state = steps.restored(model, shapes, arrays)
+            arrays = checkpoints.load(args.out, saved, steps.named(shapes))
+            state = steps.restored(model, shapes, arrays, parts)
             print(f"Continuing after step {saved}")
         else:
-            state = steps.initial_state(model, optimizer, shapes, seed=args.seed, params=params)
+            state = steps.initial_state(model, optimizer, shapes, seed=args.seed, parts=parts)
         jax.block_until_ready(state)
         start.part("initial state, while it compiles")
         if batch is not None:
@@ -125,9 +130,10 @@ def train(
                 read(0)
                 clock.stop()
                 if evaluates:
-                    log["held_out"].append([done, evaluate(state.params)])
+                    whole = finetuning.join(state.params, state.frozen)
+                    log["held_out"].append([done, evaluate(whole)])
                 if saves:
-                    saver.save(steps.named(state), log)
+                    saver.save(steps.named(state), log, source.position(done))
                 clock.go()
             if not stopped:
                 batch = batches.take()
@@ -138,5 +144,5 @@ def train(
     print(f"Trained {done - saved} steps in {time.perf_counter() - began:.0f} s")
     if done - saved > 1:
         rate = tokens * (done - saved - 1) / clock.seconds
-        print(report.speed(model.mesh, state.params, rate, args.peak))
-    return log, state.params
+        print(report.speed(model, rate, args.peak))
+    return log, finetuning.join(state.params, state.frozen)

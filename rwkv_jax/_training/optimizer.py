@@ -1,6 +1,7 @@
 """The optimizer. This module needs optax, but no framework of layers."""
 
 import argparse
+import functools
 from typing import Any
 
 import jax
@@ -28,15 +29,24 @@ def make_optimizer(args: argparse.Namespace, devices: int = 1) -> optax.Gradient
         clip,
         optax.scale_by_adam(0.9, 0.99, eps=1e-18),
         optax.add_decayed_weights(args.weight_decay, rwkv7.weight_decays),
-        optax.stateless(_faster),
+        optax.stateless(functools.partial(_faster, _factor_of_states(args))),
         optax.scale_by_learning_rate(schedule),
     )
 
 
-def _faster(updates: Any, _: Any) -> Any:
-    """The updates times the factors of the learning rate, most of which are 1."""
+def _faster(of_states: float, updates: Any, _: Any) -> Any:
+    """The updates times the factors of the learning rate, most of which are 1, and that of tuned
+    states."""
     factors = rwkv7.learning_rates(updates)
+    if of_states != 1 and getattr(updates, "states", None) is not None:
+        factors = factors._replace(states=jax.tree.map(lambda _: of_states, updates.states))
     return jax.tree.map(lambda x, factor: x if factor == 1 else x * factor, updates, factors)
+
+
+def _factor_of_states(args: argparse.Namespace) -> float:
+    """The learning rate of tuned states relative to that of all else."""
+    own = getattr(args, "states_learning_rate", None)
+    return own / args.learning_rate if own is not None and args.learning_rate else 1.0
 
 
 def updated(

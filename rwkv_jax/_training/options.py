@@ -1,4 +1,4 @@
-"""The command-line options of train.py."""
+"""The command-line options of `rwkv-jax train`."""
 
 import argparse
 import dataclasses
@@ -6,15 +6,19 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from rwkv_jax import models
+from rwkv_jax._commands import train
 from rwkv_jax._training.checkpoints import Options
 from rwkv_jax._training.compilation import default_cache
+from rwkv_jax._training.data import checksum_of
 from rwkv_jax._training.devices import AXES
+from rwkv_jax._training.parts import ALL, LORA, STATES, patterns, targets
 from rwkv_jax._training.tasks import TASKS
+from rwkv_jax.finetuning import TARGETS
 from rwkv_jax.generation import Sampling
 from rwkv_jax.models import rwkv7
 
@@ -105,13 +109,16 @@ def mesh_sizes(text: str) -> dict[str, int]:
     return sizes
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Train a byte-level RWKV-7 language model.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    add = parser.add_argument
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """The model and its tokenizer."""
+    add = parser.add_argument_group("model").add_argument
     sizes = ", ".join(f"{n} = {c.num_layers}x{c.hidden_size}" for n, c in SIZES.items())
+    add(
+        "--model",
+        type=filled,
+        help="a checkpoint of RWKV-7 to start from, whose sizes replace that of --size: a .pth or "
+        ".safetensors file or a folder, as the other commands take it",
+    )
     add("--size", choices=SIZES, default="demo", help=f"layers x width: {sizes}")
     add("--layers", type=positive, help="number of layers, instead of that of --size")
     add("--width", type=positive, help="width, instead of that of --size")
@@ -120,14 +127,49 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--vocabulary",
         type=accepting(int, lambda x: 256 <= x < 2**31, "an integer from 256 to 2^31 - 1"),
         default=VOCABULARY,
-        help="tokens of the embedding and the head, of which the data has the 256 bytes",
+        help="tokens of the embedding and the head of a new model",
     )
     add(
-        "--model",
+        "--tokenizer",
         type=filled,
-        help="a checkpoint of RWKV-7 to start from, whose sizes replace that of --size",
+        help="world, bytes, or the path of a tokenizer.json or of a vocabulary of RWKV; by default "
+        "that of --model, and bytes for a new model",
     )
-    add("--data", type=path, help="a file, or a folder of files; the standard library if not given")
+
+
+def add_data_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the model is trained on."""
+    add = parser.add_argument_group("data").add_argument
+    add(
+        "--data",
+        type=filled,
+        action="append",
+        metavar="FILE[=WEIGHT]",
+        help="a text, or a folder of texts; a .jsonl file with `text` or `messages` in each line; "
+        "or a .bin file with its .idx file. Repeat it for several, whose weights are shares of the "
+        "rows. Without it a model of bytes is trained on the standard library of Python",
+    )
+    add(
+        "--validation",
+        type=filled,
+        default="0.05",
+        metavar="SHARE|FILE",
+        help="the share of the documents that is held out, or a file of others",
+    )
+    add("--pattern", type=filled, default="*.py", help="files of a folder to read, at any depth")
+    add(
+        "--separator",
+        metavar="LINE",
+        help="the line between two documents of a text, such as '<|endoftext|>'; if not given, "
+        "each file is a document",
+    )
+    add(
+        "--template",
+        type=filled,
+        metavar="FILE",
+        help="the template of messages, or 'none' for the format of the G1 models; by default the "
+        "one in the folder --model, if there is one",
+    )
     add(
         "--task",
         choices=TASKS,
@@ -137,15 +179,59 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--longest", type=positive, help="greatest length of questions, instead of the task's")
     add("--growth", type=share, default=0.2, help="share of the steps until questions are so long")
     add("--judge", type=positive, default=100, help="questions of each length at the end of a task")
+
+
+def add_target_arguments(parser: argparse.ArgumentParser) -> None:
+    """What of the model is trained."""
+    add = parser.add_argument_group("what is trained").add_argument
     add(
-        "--pattern",
+        "--train",
         type=filled,
-        default="*.py",
-        help="files of a folder to read, at any depth",
+        default=ALL,
+        metavar="WHAT",
+        help="all; lora, low-rank matrices beside those of --model; states, those before the first "
+        "token; a pattern of the names of parameters, such as 'blocks.1[01].*'; or several of "
+        "these, with commas between them",
     )
+    add(
+        "--base",
+        choices=("float32", "bfloat16", "int8"),
+        help="what the parameters that are not trained are stored in; as in the file if not given",
+    )
+    add("--adapter", type=filled, metavar="FOLDER", help="go on with this adapter")
+    add("--lora-rank", type=positive, default=32, help="rank of a new adapter")
+    add("--lora-alpha", type=above_zero, help="its factor alpha; the rank if not given")
+    add(
+        "--lora-dropout",
+        type=accepting(float, lambda x: 0 <= x < 1, "a number from 0 to below 1"),
+        default=0.0,
+        help="share of the inputs of an adapter that are left out in training",
+    )
+    add(
+        "--lora-targets",
+        type=filled,
+        default=",".join(TARGETS),
+        metavar="PATTERNS",
+        help="matrices that get an adapter",
+    )
+    add("--rslora", action="store_true", help="divide alpha by the square root of the rank")
+    add("--initial-state", type=filled, metavar="FILE", help="go on with these tuned states")
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="rwkv-jax train",
+        description=train.HELP,
+        epilog="\n  ".join(["examples:", *(f"rwkv-jax {line}" for line in train.EXAMPLES)]),
+        formatter_class=_Help,
+    )
+    add_model_arguments(parser)
+    add_data_arguments(parser)
+    add_target_arguments(parser)
+    add = parser.add_argument
     add("--steps", type=positive, default=1000, help="optimizer steps")
     add("--batch", type=positive, default=8, help="sequences in each step")
-    add("--context", type=positive, default=128, help="bytes in each sequence")
+    add("--context", type=positive, default=128, help="tokens in each sequence")
     add(
         "--dtype",
         choices=("float32", "bfloat16"),
@@ -163,7 +249,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="save memory: the backward pass computes again the mixes of tokens, what is cheap, or "
         "whole blocks",
     )
-    add("--learning-rate", type=not_negative, default=4e-3, help="learning rate at its peak")
+    add(
+        "--learning-rate",
+        type=not_negative,
+        help="learning rate at its peak; if not given, 4e-3 for a new model, 2e-4 for an adapter "
+        "and 1e-5 for the parameters of --model",
+    )
+    add(
+        "--states-learning-rate",
+        type=not_negative,
+        default=0.1,
+        help="that of tuned states",
+    )
     add("--warmup", type=natural, default=50, help="steps until the peak of the learning rate")
     add("--weight-decay", type=not_negative, default=0.1, help="weight decay of matrices")
     add(
@@ -174,7 +271,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--seed", type=natural, default=0, help="seed of parameters, data order and sample")
     add("--eval-every", type=positive, default=250, help="steps between held-out losses")
-    add("--eval-bytes", type=count, default=65536, help="held-out bytes that are predicted")
+    add("--eval-tokens", type=count, default=65536, help="held-out tokens that are predicted")
     add("--save-every", type=positive, default=500, help="steps between checkpoints")
     add("--out", type=path, default=Path("out/train"), help="output folder")
     add(
@@ -193,8 +290,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="start anew and replace the earlier run in --out; its checkpoints are deleted when "
         "this run has written one, and until then --resume still continues the earlier run",
     )
-    add("--prompt", type=filled, default="class ", help="text that the sample continues")
-    add("--sample", type=positive, default=500, help="bytes of text to generate at the end")
+    add(
+        "--prompt",
+        type=filled,
+        help="text that the sample continues; by default the begin of a held-out document",
+    )
+    add("--sample", type=positive, default=500, help="tokens of text to generate at the end")
     add("--temperature", type=temperature, default=0.9, help="temperature of the sample")
     add("--mesh", type=mesh_sizes, help="devices, as in data=2,model=2,seq=2; one if not given")
     add(
@@ -227,10 +328,25 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     ):
         parser.error("--model excludes --layers, --width, --head-size and --vocabulary")
     if not args.model:
+        if args.train != ALL or args.base:
+            parser.error("--train and --base need --model, but for --train all")
         try:
-            config(args)
+            new_config(args)
         except ValueError as error:
             parser.error(f"--width and --head-size: {error}")
+    named = targets(args.train)
+    if ALL in named and len(named) > 1:
+        parser.error(f"--train is {args.train}; accepted is all, or what is not all of it")
+    for option, target in ((args.adapter, LORA), (args.initial_state, STATES)):
+        if option and target not in named:
+            parser.error("--adapter needs --train lora, and --initial-state --train states")
+    if STATES in named and args.task:
+        parser.error("--train states and --task exclude each other")
+    if not args.data and args.prompt is None:
+        args.prompt = "class "
+    if args.learning_rate is None:
+        finetunes = 1e-5 if patterns(args.train) else 2e-4
+        args.learning_rate = finetunes if args.model else 4e-3
     several = (args.coordinator, args.processes, args.process)
     if several not in ((None, None, None), (None, 1, None)):
         if None in several:
@@ -240,35 +356,52 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def config(args: argparse.Namespace) -> rwkv7.Config:
-    """The sizes of the model that the options ask for."""
-    if args.model:
-        try:
-            found = models.inspect(args.model)
-        except (OSError, ValueError) as error:
-            sys.exit(f"--model: {error}")
-        config, quantised = found.config, found.params.head.scale is not None
-        of_bytes = isinstance(config, rwkv7.Config) and config.vocab_size == VOCABULARY
-        if quantised or not of_bytes:
-            how = ", quantised" if quantised else ""
-            sys.exit(
-                f"--model is {found.generation} with {config.vocab_size} different tokens{how}; "
-                f"accepted is RWKV-7 with the {VOCABULARY} bytes, not quantised"
-            )
-        return config
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    pass
+
+
+def new_config(args: argparse.Namespace) -> rwkv7.Config:
+    """The sizes of a new model that the options ask for."""
     sizes = {"num_layers": args.layers, "hidden_size": args.width, "head_size": args.head_size}
     sizes["vocab_size"] = args.vocabulary
     return dataclasses.replace(SIZES[args.size], **{n: s for n, s in sizes.items() if s})
 
 
+def base(args: argparse.Namespace) -> models.Checkpoint | None:
+    """The model of --model without its arrays."""
+    if not args.model:
+        return None
+    try:
+        found = models.inspect(args.model)
+    except (OSError, ValueError) as error:
+        sys.exit(f"--model: {error}")
+    if found.module is models.rwkv4 or (found.module is not rwkv7 and args.mesh):
+        accepted = "RWKV-7" if args.mesh else "RWKV-5 to 7"
+        sys.exit(f"--model is {found.generation}; accepted is {accepted}")
+    if not args.data and found.config.vocab_size != VOCABULARY:
+        sys.exit(
+            f"--model has {found.config.vocab_size} different tokens; accepted without --data is "
+            f"one with the {VOCABULARY} bytes"
+        )
+    return found
+
+
+def config(args: argparse.Namespace) -> Any:
+    """The sizes of the model that the options ask for."""
+    found = base(args)
+    return new_config(args) if found is None else found.config
+
+
 def recorded(args: argparse.Namespace, checksum: int | None) -> Options:
     """The options that a resumed run has to share, by name. `checksum` stands for the data."""
     options = {name: x for name, x in vars(args).items() if name not in MAY_CHANGE}
-    model = config(args)
+    found, sizes = base(args), config(args)
     return options | {
         "data": checksum,
-        "layers": model.num_layers,
-        "width": model.hidden_size,
-        "head_size": model.head_size,
-        "vocabulary": model.vocab_size,
+        # Its path may change, but not what it has.
+        "model": found and checksum_of(map(Path, found.files)),
+        "layers": sizes.num_layers,
+        "width": sizes.hidden_size,
+        "head_size": sizes.head_size,
+        "vocabulary": sizes.vocab_size,
     }

@@ -3,17 +3,20 @@
 import argparse
 import contextlib
 import fcntl
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from rwkv_jax._training import checkpoints
+from rwkv_jax import finetuning, models, tokenizers
+from rwkv_jax._training import checkpoints, parts
 from rwkv_jax._training.processes import by_first
 
-MODEL, LOG, PLOT = "model.safetensors", "log.json", "loss.png"
-"""Files of a finished run."""
+MODEL, ADAPTER, STATES = "model.safetensors", "adapter", "state.pth"
+LOG, PLOT = "log.json", "loss.png"
+"""What a finished run has in its folder. The adapter is a folder of PEFT."""
 
 
 @contextlib.contextmanager
@@ -32,7 +35,8 @@ def reserved(args: argparse.Namespace) -> Iterator[int]:
                 _lock(lock.enter_context(open(args.out / "lock", "a")), args.out)
                 tempfile.TemporaryFile(dir=args.out).close()
                 for name in _present(args.out):
-                    open(args.out / name, "r+b").close()
+                    if name != ADAPTER:
+                        open(args.out / name, "r+b").close()
             if args.resume:
                 return checkpoints.newest(args.out)
             if not args.force:
@@ -63,7 +67,7 @@ def _lock(file: IO[str], folder: Path) -> None:
 
 def _present(folder: Path) -> list[str]:
     """The files of a finished run in the folder."""
-    return [name for name in (MODEL, LOG, PLOT) if (folder / name).exists()]
+    return [name for name in (MODEL, ADAPTER, STATES, LOG, PLOT) if (folder / name).exists()]
 
 
 def _check_empty(folder: Path) -> None:
@@ -73,3 +77,45 @@ def _check_empty(folder: Path) -> None:
             f"--out {folder} has {names[0]} of an earlier run; accepted are --resume, which "
             "continues that run, --force, which replaces it, and another folder"
         )
+
+
+def results(args: argparse.Namespace) -> list[str]:
+    """What of a model a run writes."""
+    named = parts.targets(args.train)
+    found = {MODEL: bool(parts.patterns(args.train)), ADAPTER: parts.LORA in named}
+    return [name for name, there in (found | {STATES: parts.STATES in named}).items() if there]
+
+
+def save(args: argparse.Namespace, result: parts.Parts) -> None:
+    """Write what of a model was trained, in place of what an earlier run has written, but for what
+    this run began with."""
+    written = results(args)
+    began = [Path(x).resolve() for x in (args.model, args.adapter, args.initial_state) if x]
+    for path in (args.out / name for name in (MODEL, ADAPTER, STATES) if name not in written):
+        if path.is_dir() and path.resolve() not in began:
+            shutil.rmtree(path)
+        elif path.resolve() not in began:
+            path.unlink(missing_ok=True)
+    if MODEL in written:
+        models.save(args.out / MODEL, result.params)
+    if ADAPTER in written:
+        names = "hf" if hasattr(result.params.blocks[0].att, "r_k") else "official"
+        finetuning.save_adapter(args.out / ADAPTER, result.adapter, names=names, base=args.model)
+    if STATES in written:
+        models.save_state(args.out / STATES, result.initial_state(1, "float32"))
+
+
+def command(args: argparse.Namespace, vocabulary: int, tokenizer: str | None) -> list[str]:
+    """The command line that writes text with the results, but for the prompt. `tokenizer` is the
+    name of the one of the data."""
+    written = results(args)
+    model = str(args.out / MODEL) if MODEL in written else args.model
+    line = ["rwkv-jax", "generate", model]
+    if ADAPTER in written:
+        line += ["--adapter", str(args.out / ADAPTER)]
+    if STATES in written:
+        line += ["--initial-state", str(args.out / STATES)]
+    usual = None
+    with contextlib.suppress(ValueError):
+        usual = tokenizers.for_vocabulary(vocabulary, checkpoint=model)
+    return line if tokenizer in (None, usual) else [*line, "--tokenizer", tokenizer]

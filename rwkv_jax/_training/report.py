@@ -9,19 +9,23 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from rwkv_jax import generation
 from rwkv_jax._training.checkpoints import Log
+from rwkv_jax._training.data import Batch
+from rwkv_jax._training.language_model import Model
+from rwkv_jax._training.parts import Parts
 from rwkv_jax._training.sizes import flops_per_token
 from rwkv_jax._training.tasks import Answer
 from rwkv_jax.models import Kernels, rwkv7
+from rwkv_jax.tokenizers import Tokenizer
 
 
-def speed(mesh: Mesh, params: rwkv7.Params, tokens_per_second: float, peak: float | None) -> str:
+def speed(model: Model, tokens_per_second: float, peak: float | None) -> str:
     """Tokens and operations per second, and which share of `peak` TFLOP/s each device reaches."""
-    teraflops = tokens_per_second * flops_per_token(params) / 1e12
-    share = f", {teraflops / mesh.size / peak:.1%} of the peak" if peak else ""
+    _, frozen = model.split(model.shapes)
+    teraflops = tokens_per_second * flops_per_token(model.shapes.params, frozen.params) / 1e12
+    share = f", {teraflops / model.mesh.size / peak:.1%} of the peak" if peak else ""
     return f"{tokens_per_second:,.0f} tokens/s after the first step, {teraflops:.3g} TFLOP/s{share}"
 
 
@@ -40,32 +44,51 @@ def plot(path: Path, log: Log) -> None:
     axes.plot(*zip(*log["held_out"], strict=True), "o-", label="RWKV-7, held out")
     for (name, loss), style in zip(log["ngrams"].items(), (":", "--"), strict=False):
         axes.axhline(loss, color="gray", ls=style, label=f"{name}, held out")
-    axes.set(xlabel="step", ylabel="loss (nats per byte)", ylim=(0, None))
+    axes.set(xlabel="step", ylabel="loss (nats per token)", ylim=(0, None))
     axes.legend()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
 
-def table(log: Log) -> str:
-    """The held-out losses of the model and of the n-gram models."""
-    lines = [f"{'held-out loss':14} nats/byte  bits/byte"]
-    for name, loss in (log["ngrams"] | {"RWKV-7": log["held_out"][-1][1]}).items():
-        lines.append(f"{name:14} {loss:9.3f}  {loss / math.log(2):9.3f}")
+def bytes_per_token(tokenizer: Tokenizer | None, held_out: Batch) -> float | None:
+    """How many bytes of text a predicted token of the held-out rows has, if it is known."""
+    targets = held_out.targets if held_out.mask is None else held_out.targets[held_out.mask]
+    if tokenizer is None:
+        return None
+    return len(tokenizer.decode_bytes(targets.ravel())) / targets.size or None
+
+
+def table(log: Log, size: float | None, name: str = "RWKV-7") -> str:
+    """The held-out losses of the model of this name and of the n-gram models. `size` is that of a
+    token in bytes."""
+    lines = [f"{'held-out loss':14} nats/token" + ("  bits/byte" if size else "")]
+    for of, loss in (log["ngrams"] | {name: log["held_out"][-1][1]}).items():
+        bits = f"  {loss / math.log(2) / size:9.3f}" if size else ""
+        lines.append(f"{of:14} {loss:10.3f}{bits}")
     return "\n".join(lines)
 
 
-def sample(args: argparse.Namespace, params: rwkv7.Params) -> str:
-    """Text that continues the prompt, decoded one byte at a time."""
-    prompt = args.prompt.encode()
+def begin_of_text(held_out: Batch) -> list[int]:
+    """The tokens of the first held-out document up to the first one that is predicted."""
+    counts = np.ones(held_out.tokens.shape[1:], bool) if held_out.mask is None else held_out.mask[0]
+    return held_out.tokens[0, : int(counts.argmax()) + 1].tolist()
+
+
+def sample(
+    args: argparse.Namespace, model: Model, parts: Parts, tokenizer: Tokenizer, prompt: list[int]
+) -> str:
+    """Text that continues the prompt, decoded one token at a time."""
+    end = tokenizer.end_of_text
     new = generation.generate(
-        *(rwkv7, params, [list(prompt)], args.sample),
+        *(model.module, parts.effective(), [prompt], args.sample),
         sampling=generation.Sampling(temperature=args.temperature),
+        stop_tokens=() if end is None else (end,),
         seed=args.seed,
+        state=parts.initial_state(1, args.dtype),
         dtype=args.dtype,
         kernels=Kernels(args.implementation),
     )
-    # With a larger vocabulary there are tokens that are no bytes.
-    return (prompt + bytes(x for x in new.tokens[0] if x < 256)).decode(errors="replace")
+    return tokenizer.decode([*prompt, *new.tokens[0]])
 
 
 def answering(args: argparse.Namespace, params: rwkv7.Params) -> Answer:

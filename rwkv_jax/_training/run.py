@@ -9,26 +9,35 @@ from collections.abc import Sequence
 
 import jax
 
-from rwkv_jax import models
 from rwkv_jax._training import (
+    checkpoints,
     clocks,
     compilation,
     data,
     devices,
+    documents,
     language_model,
     loop,
     options,
     outputs,
+    parts,
     processes,
     report,
     sizes,
     tasks,
     xla_flags,
 )
+from rwkv_jax._training.parts import Parts
 from rwkv_jax.models import rwkv7
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Train as a command line asks for.
+
+    Raises:
+      OSError, ValueError, ImportError: the model or the data cannot be read, or do not fit.
+      SystemExit: all other errors of the user.
+    """
     start = clocks.Start()
     args = options.parse(argv)
     # On a GPU XLA may otherwise choose other kernels in a run that is resumed.
@@ -45,67 +54,100 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(args, saved, start)
 
 
-def prepare(args: argparse.Namespace) -> tuple[language_model.Model, rwkv7.Params | None]:
-    """The model that the options ask for, and its parameters if they are those of a file."""
-    config = options.config(args)
+def prepare(args: argparse.Namespace) -> tuple[language_model.Model, Parts | None]:
+    """The model that the options ask for, and its arrays if they are those of a file."""
+    found, config = options.base(args), options.config(args)
     mesh = devices.make_mesh(args.mesh, config, batch=args.batch, context=args.context)
-    params = None
-    if args.model:
-        try:
-            params = models.load(args.model, dtype="float32").params
-        except (OSError, ValueError) as error:
-            sys.exit(f"--model: {error}")
+    loaded = parts.load(args, mesh) if args.model else None
     model = language_model.make_model(
         config,
         mesh,
         dtype=args.dtype,
         implementation=args.implementation,
         recompute=args.recompute,
+        module=found.module if found else rwkv7,
+        parts=loaded,
     )
-    return model, params
+    return model, loaded[0] if loaded else None
+
+
+def source_of(args: argparse.Namespace) -> data.Source:
+    """What the options ask to train on."""
+    if args.task:
+        return tasks.Examples(args)
+    if not args.data:
+        return data.StandardLibrary(args)
+    # A state before the first token is that of the first document of a row alone.
+    packed = parts.STATES not in parts.targets(args.train)
+    return documents.Documents(args, options.config(args).vocab_size, packed=packed)
 
 
 def run(args: argparse.Namespace, saved: int, start: clocks.Start) -> int:
     """Train, from the checkpoint after `saved` steps if these are not 0, and write the results."""
-    source = tasks.Examples(args) if args.task else data.Text(args)
-    model, params = prepare(args)
-    recorded = options.recorded(args, source.checksum)
-    parameters = sizes.size(model.shapes())
-    print(f"RWKV-7 of {parameters:,} parameters on {devices.describe(model.mesh)}, {args.dtype}")
-    print(source)
-    if args.cache:
-        print(f"Compiled programs are kept in {args.cache}")
-
-    try:
-        results = loop.train(args, model, source, recorded, start, saved=saved, params=params)
-    except NotImplementedError as error:
-        if not args.implementation:
-            raise
-        sys.exit(f"--implementation: {error}")
+    with contextlib.closing(source_of(args)) as source:
+        model, initial = prepare(args)
+        recorded = options.recorded(args, source.checksum)
+        trained = sizes.size(model.split(model.shapes)[0])
+        print(
+            f"{model.generation} of {sizes.size(model.shapes.params):,} parameters, {trained:,} "
+            f"numbers are trained, on {devices.describe(model.mesh)}, {args.dtype}"
+        )
+        print(source)
+        if args.cache:
+            print(f"Compiled programs are kept in {args.cache}")
+        try:
+            results = loop.train(args, model, source, recorded, start, saved=saved, parts=initial)
+        except NotImplementedError as error:
+            if not args.implementation:
+                raise
+            sys.exit(f"--implementation: {error}")
     if results is None:
         return 130
-    log, params = results
-    # Each process has the whole arrays, of which it decodes and saves a copy on one device.
-    whole = devices.gathered(params, model.mesh)
-    params = jax.tree.map(lambda x: x.addressable_data(0), whole)
-    file, first = args.out / outputs.MODEL, jax.process_index() == 0
-    if first:
+    log, result = results
+    if model.mesh.size > 1:
+        # Each process has the whole arrays, of which it decodes and saves a copy on one device.
+        whole = devices.gathered(result, model.mesh)
+        result = jax.tree.map(lambda x: x.addressable_data(0), whole)
+    if jax.process_index() == 0:
         with outputs.written(args.out):
-            models.save(file, params)
-    print(f"\n{report.table(log)}")
-    results = {"options": recorded, **log}
-    if isinstance(source, tasks.Examples):
-        results["exact"] = source.exact(report.answering(args, params), args.judge)
-        learned = report.exact_table(results["exact"], args.judge)
-    else:
-        learned = f"sample, decoded one byte at a time:\n{report.sample(args, params)}"
-    if first:
-        with outputs.written(args.out):
-            (args.out / outputs.LOG).write_text(json.dumps(results, indent=1))
-            report.plot(args.out / outputs.PLOT, log)
-    print(f"\n{learned}\n\nWrote {file.name}, a checkpoint, log.json and loss.png to {args.out}")
-    prompt = shlex.quote(args.prompt)
-    # Bytes of a text recur all the time, unlike the tokens that the usual penalties are meant for.
-    sampling = "--temperature 0" if args.task else "--presence 0 --frequency 0"
-    print(f"Continue a text: python -m rwkv_jax generate {file} --prompt {prompt} {sampling}")
+            outputs.save(args, result)
+    report_on(args, model, source, log, recorded, result)
     return 0
+
+
+def report_on(
+    args: argparse.Namespace,
+    model: language_model.Model,
+    source: data.Source,
+    log: checkpoints.Log,
+    recorded: checkpoints.Options,
+    result: Parts,
+) -> None:
+    """Print what a finished run has learned and what reads it, and write the log."""
+    size = report.bytes_per_token(source.tokenizer, source.held_out)
+    print(f"\n{report.table(log, size, model.generation)}")
+    if isinstance(source, documents.Documents):
+        print(f"\n{source.efficiency:.1%} of the places of all rows had a token to predict")
+    found, learned, prompt = {"options": recorded, **log}, "", args.prompt
+    if isinstance(source, tasks.Examples):
+        found["exact"] = source.exact(report.answering(args, result.params), args.judge)
+        learned = f"\n{report.exact_table(found['exact'], args.judge)}\n"
+    elif tokenizer := source.tokenizer:
+        begin = report.begin_of_text(source.held_out)
+        tokens = begin if prompt is None else tokenizer.encode(prompt)
+        prompt = tokenizer.decode(tokens)
+        text = report.sample(args, model, result, tokenizer, tokens)
+        learned = f"\nsample, decoded one token at a time:\n{text}\n"
+    if jax.process_index() == 0:
+        with outputs.written(args.out):
+            (args.out / outputs.LOG).write_text(json.dumps(found, indent=1))
+            report.plot(args.out / outputs.PLOT, log)
+    written = ", ".join(outputs.results(args))
+    print(f"{learned}\nWrote {written}, a checkpoint, log.json and loss.png to {args.out}")
+    name = source.tokenizer.name if source.tokenizer else None
+    vocabulary = model.config.vocab_size
+    line = [*outputs.command(args, vocabulary, name), "--prompt", prompt or "..."]
+    if size == 1:
+        # Bytes of a text recur all the time, unlike the tokens that the usual penalties are for.
+        line += ["--temperature", "0"] if args.task else ["--presence", "0", "--frequency", "0"]
+    print(f"Continue a text: {shlex.join(line)}")

@@ -11,51 +11,58 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from rwkv_jax import finetuning
 from rwkv_jax._training import copies
 from rwkv_jax._training.clocks import Start
 from rwkv_jax._training.data import Batch
 from rwkv_jax._training.devices import place
 from rwkv_jax._training.language_model import Model, mean_loss
 from rwkv_jax._training.optimizer import updated
+from rwkv_jax._training.parts import Parts
 from rwkv_jax.models import rwkv7
 
 
 class State(NamedTuple):
-    """Everything that a training step changes.
+    """Everything that a training step computes with, but for the batch.
 
     Attributes:
-      params: the parameters.
+      params: what is trained.
       optimizer: the state of the optimizer.
       copies: the copies of `training.copies` that steps compute with, or None. Several devices have
         none: gradients are added up over devices, and those of copies are rounded.
+      frozen: what no step changes. A step gives back the arrays that it gets.
     """
 
-    params: rwkv7.Params
+    params: Parts
     optimizer: optax.OptState
     copies: Any
+    frozen: Parts
 
 
-def state_of(model: Model, params: rwkv7.Params, optimizer: optax.OptState) -> State:
-    """The state with copies of the parameters."""
-    made = copies.rounded(params, model.dtype) if model.mesh.size == 1 else None
-    return State(params, optimizer, made)
+def state_of(model: Model, params: Parts, optimizer: optax.OptState, frozen: Parts) -> State:
+    """The state with copies of the parameters that are trained."""
+    made = None
+    if model.mesh.size == 1 and model.module is rwkv7:
+        made = copies.rounded(params.params, model.dtype)
+    return State(params, optimizer, made, frozen)
 
 
-def _initial(model: Model, optimizer: optax.GradientTransformation, params: Any) -> State:
-    return state_of(model, params, optimizer.init(params))
+def _initial(model: Model, optimizer: optax.GradientTransformation, parts: Parts) -> State:
+    params, frozen = model.split(parts)
+    return state_of(model, params, optimizer.init(params), frozen)
 
 
 def state_shapes(model: Model, optimizer: optax.GradientTransformation) -> State:
     """The shapes of a state, and where its arrays are on the mesh."""
-    shapes = jax.eval_shape(functools.partial(_initial, model, optimizer), model.shapes())
+    shapes = jax.eval_shape(functools.partial(_initial, model, optimizer), model.shapes)
     whole = NamedSharding(model.mesh, P())
 
-    def is_params(x: Any) -> bool:
-        return isinstance(x, rwkv7.Params)
+    def is_parts(x: Any) -> bool:
+        return isinstance(x, Parts)
 
     def places(tree: Any) -> Any:
         return jax.tree.map(
-            lambda x: model.shardings(x) if is_params(x) else whole, tree, is_leaf=is_params
+            lambda x: model.shardings(x) if is_parts(x) else whole, tree, is_leaf=is_parts
         )
 
     # Moments are where their parameters are. Only one device has copies.
@@ -63,12 +70,22 @@ def state_shapes(model: Model, optimizer: optax.GradientTransformation) -> State
     return jax.tree.map(
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
         shapes,
-        State(places(shapes.params), places(shapes.optimizer), copied),
+        State(places(shapes.params), places(shapes.optimizer), copied, places(shapes.frozen)),
     )
 
 
 def _places(shapes: Any) -> Any:
     return jax.tree.map(lambda x: x.sharding, shapes)
+
+
+def _placed(parts: Parts, shapes: Parts) -> Parts:
+    """The arrays where the shapes say, without a copy of those that are there already."""
+
+    def placed(x: jax.Array, to: Any) -> jax.Array:
+        there = x.sharding.is_equivalent_to(to.sharding, x.ndim)
+        return jax.device_put(x, to.sharding) if there else place(x, to.sharding)
+
+    return jax.tree.map(placed, parts, shapes)
 
 
 def initial_state(
@@ -77,34 +94,52 @@ def initial_state(
     shapes: State,
     *,
     seed: int,
-    params: rwkv7.Params | None = None,
+    parts: Parts | None = None,
 ) -> State:
-    """The state before the first step, with `params`, or with initial parameters from the seed. It
-    is made by one program, where `shapes` say."""
+    """The state before the first step, with `parts`, or with initial parameters from the seed,
+    where `shapes` say. The arrays of `parts` are deleted or those of the state."""
     initial = functools.partial(_initial, model, optimizer)
     places = _places(shapes)
-    if params is not None:
-        given = jax.tree.map(place, params, places.params)
-        return jax.jit(initial, donate_argnums=0, out_shardings=places)(given)
+    if parts is not None:
+        params, frozen = model.split(parts)
+        placed = _placed(params, shapes.params)
+
+        def begin(params: Parts) -> State:
+            nothing = jax.tree.map(lambda _: None, frozen)
+            return state_of(model, params, optimizer.init(params), nothing)
+
+        without = places._replace(frozen=jax.tree.map(lambda _: None, frozen))
+        state = jax.jit(begin, donate_argnums=0, out_shardings=without)(placed)
+        return state._replace(frozen=_placed(frozen, shapes.frozen))
 
     def new(seed: jax.Array) -> State:
         # The key that Flax NNX makes of a seed.
         key = jax.random.fold_in(jax.random.key(seed), 0)
-        return initial(rwkv7.init(key, model.config))
+        return initial(Parts(rwkv7.init(key, model.config)))
 
     return jax.jit(new, out_shardings=places)(np.uint32(seed))
 
 
 def named(state: State) -> dict[str, Any]:
-    """The arrays of a state that checkpoints have, by name."""
-    return rwkv7.names({"model": state.params, "optimizer": state.optimizer})
+    """The arrays of a state that checkpoints have, by name: those that steps change."""
+    found = rwkv7.names({"model": state.params, "optimizer": state.optimizer})
+    return {name.replace(".params.", ".", 1): x for name, x in found.items()}
 
 
-def restored(model: Model, shapes: State, arrays: dict[str, jax.Array]) -> State:
-    """The state of which `named` gives these arrays."""
+def restored(
+    model: Model, shapes: State, arrays: dict[str, jax.Array], parts: Parts | None = None
+) -> State:
+    """The state of which `named` gives these arrays. What is frozen is that of `parts`."""
     structure = jax.tree.structure((shapes.params, shapes.optimizer))
     params, optimizer = jax.tree.unflatten(structure, [arrays[name] for name in named(shapes)])
-    return jax.jit(functools.partial(state_of, model), donate_argnums=(0, 1))(params, optimizer)
+    frozen = shapes.frozen
+    if parts is not None:
+        frozen = _placed(model.split(parts)[1], shapes.frozen)
+    make = jax.jit(
+        lambda params, optimizer: state_of(model, params, optimizer, Parts(None)),
+        donate_argnums=(0, 1),
+    )
+    return make(params, optimizer)._replace(frozen=frozen)
 
 
 def train_step(
@@ -114,12 +149,17 @@ def train_step(
     say, and the mean loss before the change. The arrays of the given state are deleted."""
 
     def step(state: State, batch: Batch) -> tuple[State, jax.Array]:
-        def loss(params: rwkv7.Params) -> jax.Array:
-            return mean_loss(model, params, batch, copies=state.copies, l2_wrap=l2_wrap)
+        def loss(params: Parts) -> jax.Array:
+            return mean_loss(
+                *(model, finetuning.join(params, state.frozen), batch),
+                copies=state.copies,
+                l2_wrap=l2_wrap,
+                training=True,
+            )
 
         loss_before, gradients = jax.value_and_grad(loss)(state.params)
         params, moments = updated(optimizer, gradients, state.optimizer, state.params)
-        return state_of(model, params, moments), loss_before
+        return state_of(model, params, moments, state.frozen), loss_before
 
     return jax.jit(step, donate_argnums=0, out_shardings=(_places(shapes), None))
 
@@ -146,12 +186,13 @@ def compiled_step(
     return compiling
 
 
-def evaluation(model: Model, held_out: Batch, rows: int) -> Callable[[rwkv7.Params], float]:
-    """A function of parameters that gives their mean loss of all of `held_out`, by one program that
-    goes through batches of `rows` rows. Rows of zeros, which do not count, fill up the last one."""
+def evaluation(model: Model, held_out: Batch, rows: int) -> Callable[[Parts], float]:
+    """A function of the parts of a model that gives their mean loss of all of `held_out`, by one
+    program that goes through batches of `rows` rows. Rows of zeros, which do not count, fill up the
+    last one."""
     mask = held_out.mask
     if mask is None:
-        mask = np.ones_like(held_out.tokens[:, 1:], bool)
+        mask = np.ones_like(held_out.tokens, bool)
     held_out = held_out._replace(mask=mask)
     rows = min(rows, len(mask) + -len(mask) % model.mesh.shape["data"])
     padding = (0, -len(mask) % rows), (0, 0)
@@ -160,10 +201,10 @@ def evaluation(model: Model, held_out: Batch, rows: int) -> Callable[[rwkv7.Para
     placed = on_mesh(batches, model.mesh, None)
 
     @jax.jit
-    def losses(params: rwkv7.Params, batches: Batch) -> jax.Array:
-        return jax.lax.map(functools.partial(mean_loss, model, params), batches)
+    def losses(parts: Parts, batches: Batch) -> jax.Array:
+        return jax.lax.map(functools.partial(mean_loss, model, parts), batches)
 
-    return lambda params: float(np.average(losses(params, placed), weights=weights))
+    return lambda parts: float(np.average(losses(parts, placed), weights=weights))
 
 
 def on_mesh(batch: Batch, mesh: Mesh, *before: None) -> Batch:

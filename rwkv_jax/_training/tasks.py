@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from rwkv_jax._training.data import Batch
+from rwkv_jax._training.data import Batch, ByStep
 
 TRAINING, HELD_OUT, JUDGED = range(3)
 """What examples are drawn for, which goes into their seed, so that no two uses share examples."""
@@ -68,7 +68,7 @@ Answer: TypeAlias = Callable[[np.ndarray, int], np.ndarray]
 and that length."""
 
 
-class Examples:
+class Examples(ByStep):
     """What train.py trains on for a task: documents that are packed into rows.
 
     The length of each document is random. The greatest length grows from one to that of --longest
@@ -87,7 +87,7 @@ class Examples:
         question, answer = self._task.draw(rng, self._longest)
         if (needed := len(question + answer) - 1) > self._context:
             sys.exit(f"--context is {self._context}; documents need {needed} or more")
-        self.held_out = self._rows(rng, max(1, args.eval_bytes // self._context), self._longest)
+        self.held_out = self._rows(rng, max(1, args.eval_tokens // self._context), self._longest)
 
     def __str__(self) -> str:
         return f"questions up to length {self._longest}, {self._context} bytes in each row"
@@ -135,7 +135,7 @@ class Examples:
                 mask[row, middle:end] = True
                 segment_ids[row, begin:end] = number
                 begin = end
-        return Batch(tokens, mask[:, 1:], segment_ids[:, :-1])
+        return Batch(tokens[:, :-1], tokens[:, 1:], mask[:, 1:], segment_ids[:, :-1])
 
     def _documents(self, rng: np.random.Generator, longest: int) -> Iterator[Example]:
         while True:

@@ -17,6 +17,7 @@ def training_batches(
     batch: int,
     seed: int,
     weights: Sequence[int | float] | None = None,
+    packed: bool = True,
 ) -> Batches:
     """Batches without end. Each source gives its documents in an order that depends on the seed
     and, in each pass through it, is another one. No order is stored.
@@ -31,6 +32,7 @@ def training_batches(
       batch: the number of rows.
       seed: from 0 to 2^32 - 1.
       weights: the share of the rows that each source has, up to a factor; equal ones if None.
+      packed: whether a row has several documents; otherwise it has one, or a part of one.
 
     Raises:
       ImportError: the package grain is not installed.
@@ -47,12 +49,15 @@ def training_batches(
         )
     check.number("training_batches", "seed", seed, 0, 2**32 - 1)
     # Integers of NumPy would not be JSON, which the state of an iterator is.
-    options = {"context": int(context), "batch": int(batch), "seed": int(seed)}
+    options = {"context": int(context), "batch": int(batch), "packed": bool(packed)}
+    options["seed"] = int(seed)
     iterator = _grain().shuffled(sources, shares, **options)
     return Batches(iterator, {**_documents(sources), "weights": shares, **options})
 
 
-def validation_batches(sources: Sequence[Source], *, context: int, batch: int) -> Batches:
+def validation_batches(
+    sources: Sequence[Source], *, context: int, batch: int, packed: bool = True
+) -> Batches:
     """Batches of all documents once, in their order, one source after another. The last batch has
     rows of padding if there are too few.
 
@@ -60,6 +65,7 @@ def validation_batches(sources: Sequence[Source], *, context: int, batch: int) -
       sources: one or several.
       context: the number of places of a row.
       batch: the number of rows.
+      packed: as `training_batches` takes it.
 
     Raises:
       ImportError: the package grain is not installed.
@@ -68,7 +74,7 @@ def validation_batches(sources: Sequence[Source], *, context: int, batch: int) -
         iterator, where a source raises it.
     """
     _check("validation_batches", sources, context, batch)
-    options = {"context": int(context), "batch": int(batch)}
+    options = {"context": int(context), "batch": int(batch), "packed": bool(packed)}
     return Batches(_grain().in_order(sources, **options), {**_documents(sources), **options})
 
 

@@ -68,19 +68,21 @@ def shuffled(
     *,
     context: int,
     batch: int,
+    packed: bool,
     seed: int,
 ) -> Any:
     """The iterator of `training_batches`."""
     rows = [
-        _rows(_documents(x, context).shuffle(seed=seed).repeat(), context, seed) for x in sources
+        _rows(_documents(x, context).shuffle(seed=seed).repeat(), context, packed, seed)
+        for x in sources
     ]
     return _batches(grain.IterDataset.mix(rows, weights) if len(rows) > 1 else rows[0], batch)
 
 
-def in_order(sources: Sequence[Source], *, context: int, batch: int) -> Any:
+def in_order(sources: Sequence[Source], *, context: int, batch: int, packed: bool) -> Any:
     """The iterator of `validation_batches`."""
     documents = grain.MapDataset.concatenate([_documents(x, context) for x in sources])
-    return _batches(_rows(documents, context, None), batch)
+    return _batches(_rows(documents, context, packed, None), batch)
 
 
 def _documents(source: Source, context: int) -> grain.MapDataset:
@@ -97,7 +99,9 @@ def _checked(document: Document) -> Document:
     return document
 
 
-def _rows(documents: grain.MapDataset, context: int, seed: int | None) -> grain.IterDataset:
+def _rows(
+    documents: grain.MapDataset, context: int, packed: bool, seed: int | None
+) -> grain.IterDataset:
     parts = experimental.FlatMapIterDataset(documents.to_iter_dataset(_READ), Cut(context))
     return experimental.FirstFitPackIterDataset(
         parts,
@@ -105,6 +109,7 @@ def _rows(documents: grain.MapDataset, context: int, seed: int | None) -> grain.
         num_packing_bins=min(_ROWS_AT_ONCE, max(1, _TOKENS_AT_ONCE // context)),
         shuffle_bins=seed is not None,
         seed=seed or 0,
+        max_sequences_per_bin=None if packed else 1,
     )
 
 

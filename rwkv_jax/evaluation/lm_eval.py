@@ -27,7 +27,7 @@ try:
 except ImportError as error:
     raise ImportError("the package lm-eval is missing: pip install 'rwkv-jax[lm-eval]'") from error
 
-from rwkv_jax import models, tokenizers
+from rwkv_jax import finetuning, models, tokenizers
 from rwkv_jax._operator import check
 from rwkv_jax.evaluation._continuations import continuations
 from rwkv_jax.evaluation._scores import score
@@ -48,6 +48,7 @@ class Model(LM):
       path: the checkpoint, as `models.load` takes it.
       tokenizer: as `tokenizers.load` takes it; if None, the file in the folder `path`, or what the
         size of the vocabulary tells.
+      adapter: a folder with an adapter, as `finetuning.load_adapter` takes it.
       initial_state: a file with a state from state tuning, which every text starts from.
       dtype: the dtype of weights and activations.
       batch_size: how many rows go through the model at once; "auto" for `max_batch_size`.
@@ -68,6 +69,7 @@ class Model(LM):
         path: str,
         *,
         tokenizer: str | None = None,
+        adapter: str | None = None,
         initial_state: str | None = None,
         dtype: str = "float32",
         batch_size: int | str = _BATCH,
@@ -88,7 +90,11 @@ class Model(LM):
         name = tokenizer or tokenizers.for_vocabulary(size, checkpoint=path)
         self._tokenizer = tokenizers.load(name, size)
         checkpoint = models.load(path, dtype=dtype)
-        self._module, self._params = checkpoint.module, models.for_decoding(checkpoint.params)
+        params = checkpoint.params
+        if adapter is not None:
+            found = finetuning.load_adapter(adapter, params, dtype=dtype)
+            params = finetuning.adapted(params, found)
+        self._module, self._params = checkpoint.module, models.for_decoding(params)
         self._options: dict[str, Any] = {"state": None, "dtype": dtype}
         if initial_state is not None:
             self._options["state"] = models.load_state(initial_state, self._params, dtype=dtype)

@@ -1,0 +1,283 @@
+"""`rwkv-jax train` with a model and data of the user: what it trains, and what it writes."""
+
+import functools
+import json
+import re
+import shlex
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rwkv_jax import _commands, finetuning, models
+from rwkv_jax.data import write_bin_idx
+from rwkv_jax.models import rwkv7
+from support import checkpoints
+from support.models import random_like, shapes_of
+from support.scripts import AtStep
+
+TEXT = "to be or not to be\n"
+CONFIG = rwkv7.Config(num_layers=2, hidden_size=32, head_size=16, vocab_size=256)
+
+interrupt = functools.partial(signal.raise_signal, signal.SIGINT)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of random numbers in bfloat16, whose states decay slowly and matter."""
+    path = tmp_path_factory.mktemp("base") / "model.safetensors"
+
+    def lasting(at: Any, x: jax.Array) -> jax.Array:
+        name = jax.tree_util.keystr(at, simple=True, separator=".")
+        x = x - 8 if name.endswith("att.w0") else x
+        return (x * 0.1 if name.endswith("att.key.weight") else x).astype(jnp.bfloat16)
+
+    params = random_like(shapes_of(rwkv7, CONFIG), 0.5)
+    models.save(path, jax.tree_util.tree_map_with_path(lasting, params))
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Texts and conversations."""
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "text.txt").write_text("eeeeeeee")
+    with (folder / "texts.jsonl").open("w") as file:
+        for i in range(40):
+            file.write(json.dumps({"text": TEXT[: 4 + i % 16]}) + "\n")
+    (folder / "talks.jsonl").write_text(
+        "".join(
+            json.dumps({"messages": [said("user", f"{i}?"), said("assistant", "yes")]}) + "\n"
+            for i in range(40)
+        )
+    )
+    return folder
+
+
+def said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+Run: TypeAlias = Callable[..., int]
+
+
+@pytest.fixture
+def run(train: ModuleType, base: Path, tmp_path: Path) -> Run:
+    """The command, with the options that all runs here have."""
+    sizes = ["--batch=2", "--context=24", "--warmup=1", "--sample=4", "--cache=none"]
+
+    def run(*options: str, out: Path = tmp_path / "out") -> int:
+        return _commands.main(["train", f"--model={base}", f"--out={out}", *sizes, *options])
+
+    return run
+
+
+def log(out: Path) -> dict[str, Any]:
+    return json.loads((out / "log.json").read_text())
+
+
+LEARNED = {
+    "lora": ["--train=lora", "--lora-rank=8", "--learning-rate=0.02"],
+    "states": ["--train=states", "--states-learning-rate=0.1"],
+    "both, int8": ["--train=lora,states", "--base=int8", "--learning-rate=0.02"],
+    "pattern": ["--train=blocks.1.*", "--learning-rate=0.02"],
+}
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_learning(
+    run: Run, train: ModuleType, base: Path, folder: Path, tmp_path: Path, name: str, capsys: Any
+) -> None:
+    """A text is learned by what is trained alone. Its loss is also that of the model that the
+    printed command reads."""
+    text = folder / "text.txt"
+    options = [*LEARNED[name], f"--data={text}", f"--validation={text}", "--steps=60"]
+    before = train.parts.load(train.options.parse([f"--model={base}", *options]), _mesh(train))[0]
+    assert run(*options, "--eval-every=60", "--save-every=60") == 0
+    output = capsys.readouterr().out
+    losses = log(tmp_path / "out")
+    assert losses["held_out"][-1][1] < losses["train"][0] / 2
+    (line,) = [x for x in output.splitlines() if x.startswith("Continue a text: ")]
+    words = shlex.split(line.partition(": ")[2])
+    assert words[:2] == ["rwkv-jax", "generate"]
+    assert _commands.main([*words[1:], "--tokens", "3"]) == 0
+    reads = words[2 : words.index("--prompt")]
+    capsys.readouterr()
+    assert _commands.main(["eval", *reads, "--text", str(text), "--json"]) == 0
+    loss = json.loads(capsys.readouterr().out)["loss"]
+    # The base of the command is not int8.
+    assert loss == pytest.approx(losses["held_out"][-1][1], rel=0.1 if "int8" in name else 1e-3)
+    if name == "pattern":
+        new = rwkv7.names(models.load(reads[0]).params)
+        for given, x in rwkv7.names(before.params).items():
+            assert np.array_equal(x, new[given]) == (not given.startswith("blocks.1.")), given
+
+
+def _mesh(train: ModuleType) -> Any:
+    return train.devices.make_mesh(None, CONFIG, batch=2, context=24)
+
+
+@pytest.mark.parametrize("base_dtype", ["bfloat16", "int8"])
+def test_what_is_frozen_stays(train: ModuleType, base: Path, folder: Path, base_dtype: str) -> None:
+    """After steps it has the same bits, and the optimizer has no moments for it."""
+    args = train.options.parse(
+        [f"--model={base}", "--train=lora,states", f"--base={base_dtype}", "--batch=2"]
+    )
+    model, parts = train.prepare(args)
+    steps = train.loop.steps
+    optimizer = train.loop.make_optimizer(args)
+    shapes = steps.state_shapes(model, optimizer)
+    expected = jax.tree.map(np.array, parts.params)
+    state = steps.initial_state(model, optimizer, shapes, seed=0, parts=parts)
+    step = steps.train_step(model, optimizer, shapes, 0.0)
+    rows = np.arange(2 * 17, dtype=np.int32).reshape(2, 17)
+    for _ in range(2):
+        state, _ = step(state, train.data.windows(rows))
+    jax.tree.map(np.testing.assert_array_equal, state.frozen.params, expected)
+    assert jax.tree.leaves(state.params.params) == []
+    of_moments = sum(x.size for x in jax.tree.leaves(state.optimizer))
+    assert of_moments == 2 * sum(x.size for x in jax.tree.leaves(state.params)) + 2
+
+
+def test_packed_rows_are_rows_of_a_document_each(
+    train: ModuleType, base: Path, folder: Path
+) -> None:
+    """In loss and gradients."""
+    given = [f"--model={base}", "--context=40", f"--data={folder / 'texts.jsonl'}"]
+    args = train.options.parse([*given, f"--validation={folder / 'texts.jsonl'}"])
+    model, parts = train.prepare(args)
+    found = []
+    for packed in (True, False):
+        source = train.documents.Documents(args, 256, packed=packed)
+        batch = jax.tree.map(jnp.asarray, source.held_out)
+        source.close()
+        loss = functools.partial(train.language_model.mean_loss, model)
+        found.append((len(batch.tokens), jax.jit(jax.value_and_grad(loss))(parts, batch)))
+    (rows, together), (documents, apart) = found
+    assert rows < documents == 40
+    for x, y in zip(*map(jax.tree.leaves, (together, apart)), strict=True):
+        assert np.linalg.norm(x - y) <= 1e-5 * np.linalg.norm(y)
+
+
+@pytest.mark.slow
+def test_resume_within_documents(run: Run, folder: Path, tmp_path: Path, at_step: AtStep) -> None:
+    """Of two files with weights, and with dropout."""
+    data = [f"--data={folder / 'texts.jsonl'}=2", f"--data={folder / 'talks.jsonl'}"]
+    options = [*data, "--train=lora,states", "--lora-dropout=0.5", "--steps=6", "--save-every=2"]
+    at_step(3, interrupt)
+    assert run(*options, out=tmp_path / "parts") == 130
+    at_step(-1, interrupt)
+    assert run(*options, "--resume", out=tmp_path / "parts") == 0
+    assert run(*options, out=tmp_path / "whole") == 0
+    parts, whole = log(tmp_path / "parts"), log(tmp_path / "whole")
+    assert parts == whole
+    assert len(set(parts["train"])) == 6
+    adapters = [
+        finetuning.load_adapter(tmp_path / name / "adapter", shapes_of(rwkv7, CONFIG))
+        for name in ("parts", "whole")
+    ]
+    jax.tree.map(np.testing.assert_array_equal, *adapters)
+
+
+def test_stale_results(train: ModuleType, base: Path, tmp_path: Path) -> None:
+    """A run removes what an earlier one has written and it does not, but not its base."""
+    for name in ("model.safetensors", "adapter/adapter_config.json", "state.pth"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("of an earlier run")
+    _, parts = train.prepare(train.options.parse([f"--model={base}", "--train=states"]))
+    model = tmp_path / "model.safetensors"
+    for given, names in ((model, {"model.safetensors", "state.pth"}), (base, {"state.pth"})):
+        options = [f"--model={given}", "--train=states", f"--out={tmp_path}"]
+        train.outputs.save(train.options.parse(options), parts)
+        assert {path.name for path in tmp_path.iterdir()} == names
+
+
+@pytest.mark.slow
+def test_another_generation(train: ModuleType, folder: Path, tmp_path: Path, capsys: Any) -> None:
+    model = checkpoints.write_model(tmp_path, "RWKV-6", vocabulary=256)
+    options = ["--train=lora,states", "--steps=2", "--batch=2", "--context=24", "--cache=none"]
+    options += [f"--model={model}", f"--data={folder / 'text.txt'}", f"--out={tmp_path / 'out'}"]
+    assert _commands.main(["train", *options, "--sample=2"]) == 0
+    assert "RWKV-6 of " in capsys.readouterr().out
+    finetuning.load_adapter(tmp_path / "out" / "adapter", models.inspect(model).params)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
+@pytest.mark.parametrize("axes", ["data=2,model=2", "seq=2,model=2"])
+def test_on_a_mesh(run: Run, folder: Path, tmp_path: Path, axes: str) -> None:
+    options = [f"--data={folder / 'talks.jsonl'}", "--train=lora,states", "--steps=3"]
+    for name, more in {"one": [], "several": [f"--mesh={axes}"]}.items():
+        assert run(*options, *more, out=tmp_path / name) == 0
+    one, several = log(tmp_path / "one"), log(tmp_path / "several")
+    for name in ("train", "held_out"):
+        np.testing.assert_allclose(one[name], several[name], rtol=1e-5)
+
+
+GOOD = json.dumps({"text": TEXT}) + "\n"
+BROKEN = {
+    "no JSON": ('{"text": "a"', "Expecting ',' delimiter"),
+    "an empty document": (json.dumps({"text": " "}), "the document is empty"),
+    "an unknown role": (
+        json.dumps({"messages": [said("bot", "a")]}),
+        "message 1 has the role 'bot'",
+    ),
+    "no answer": (json.dumps({"messages": [said("user", "a")]}), "no answer of the assistant"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_documents(run: Run, tmp_path: Path, name: str, capsys: Any) -> None:
+    """One line says where they are, also where they are read while the model is trained."""
+    line, message = BROKEN[name]
+    path = tmp_path / "texts.jsonl"
+    path.write_text(GOOD * 30 + line)
+    assert run(f"--data={path}", "--train=states") == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"rwkv-jax train: {path}: line 31: ")
+    assert message in last
+
+
+def test_what_does_not_fit(run: Run, folder: Path, tmp_path: Path, capsys: Any) -> None:
+    """One line says what is accepted."""
+    write_bin_idx(tmp_path / "tokens", [[5, 300, 0]] * 30)
+    other = rwkv7.Config(num_layers=3, hidden_size=64, head_size=16, vocab_size=256)
+    params = random_like(shapes_of(rwkv7, other), 0.1)
+    adapter = finetuning.init_adapter(jax.random.key(0), params, rank=2)
+    finetuning.save_adapter(tmp_path / "adapter", adapter)
+    models.save_state(tmp_path / "state.pth", rwkv7.initial_state(params, 1))
+    text = f"--data={folder / 'text.txt'}"
+    for options, message in {
+        f"--data={tmp_path / 'tokens.bin'}": "document .* has the token 300; accepted are 0 to 255",
+        f"--data={tmp_path / 'missing.jsonl'}": "missing.jsonl: No such file",
+        f"{text}=0": "accepted are 1 positive numbers",
+        f"{text}=x": "whose weight is 'x'; accepted are FILE and FILE=WEIGHT",
+        f"{text} --validation=0.9": "--validation is 0.9; accepted are a share",
+        f"{text} --train=lora --adapter={tmp_path / 'adapter'}": "those of an adapter of rank 2",
+        f"{text} --train=states --initial-state={tmp_path / 'state.pth'}": "not those of RWKV-7",
+        f"{text} --train=lora --lora-targets=att.other": "accepted are patterns of",
+        f"{text} --train=att.other": "'att.other'; accepted are patterns of the names",
+        f"{text} --base=int8": "--train is all where the base is int8",
+        f"{text} --tokenizer=world": "accepted with a vocabulary of 256",
+    }.items():
+        assert run(*options.split(" ")) == 2, options
+        _, program, told = capsys.readouterr().err.rpartition("rwkv-jax train: ")
+        assert program, options
+        assert re.search(message, told), told
+
+
+def test_targets_that_do_not_go_together(run: Run, capsys: Any) -> None:
+    for options, message in {
+        "--train=all,lora": "accepted is all, or what is not all of it",
+        "--train=lora --initial-state=x": "--initial-state --train states",
+        "--train=states --task=reverse": "exclude each other",
+    }.items():
+        with pytest.raises(SystemExit, match=r"^2$"):
+            run(*options.split(" "))
+        assert message in capsys.readouterr().err
