@@ -279,6 +279,7 @@ def test_targets_that_do_not_go_together(run: Run, capsys: Any) -> None:
         "--train=all,lora": "accepted is all, or what is not all of it",
         "--train=lora --initial-state=x": "--initial-state --train states",
         "--train=states --task=reverse": "exclude each other",
+        "--tokenizer=world": "--tokenizer needs --data",
     }.items():
         with pytest.raises(SystemExit, match=r"^2$"):
             run(*options.split(" "))
