@@ -45,9 +45,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Texts and conversations."""
+    """Texts, conversations and tokens."""
     folder = tmp_path_factory.mktemp("data")
     (folder / "text.txt").write_text("eeeeeeee")
+    write_bin_idx(folder / "tokens", [[*range(i, i + 9), 0] for i in range(40)])
     with (folder / "texts.jsonl").open("w") as file:
         for i in range(40):
             file.write(json.dumps({"text": TEXT[: 4 + i % 16]}) + "\n")
@@ -167,8 +168,9 @@ def test_packed_rows_are_rows_of_a_document_each(
 
 @pytest.mark.slow
 def test_resume_within_documents(run: Run, folder: Path, tmp_path: Path, at_step: AtStep) -> None:
-    """Of two files with weights, and with dropout."""
-    data = [f"--data={folder / 'texts.jsonl'}=2", f"--data={folder / 'talks.jsonl'}"]
+    """Of several files with weights, and with dropout."""
+    files = {"texts.jsonl": 2, "talks.jsonl": 1, "tokens.bin": 0.5}
+    data = [f"--data={folder / name}={weight}" for name, weight in files.items()]
     options = [*data, "--train=lora,states", "--lora-dropout=0.5", "--steps=6", "--save-every=2"]
     at_step(3, interrupt)
     assert run(*options, out=tmp_path / "parts") == 130
@@ -277,6 +279,7 @@ def test_targets_that_do_not_go_together(run: Run, capsys: Any) -> None:
         "--train=all,lora": "accepted is all, or what is not all of it",
         "--train=lora --initial-state=x": "--initial-state --train states",
         "--train=states --task=reverse": "exclude each other",
+        "--tokenizer=world": "--tokenizer needs --data",
     }.items():
         with pytest.raises(SystemExit, match=r"^2$"):
             run(*options.split(" "))

@@ -142,6 +142,7 @@ TOGETHER = [
     ("--width=100", "hidden_size is 100; accepted is a multiple of head_size = 16"),
     ("--head-size=48", "hidden_size is 32; accepted is a multiple of head_size = 48"),
     ("--head-size=8 --implementation=ffi", "--implementation: .*'ffi' cannot run this call"),
+    ("--train=lora", "there is no --model; accepted for a new one is --train all"),
     ("--resume --force", "not allowed with argument --resume"),
     ("--resume", "has no checkpoint; run without --resume"),
     ("--task=reverse", "--data and --task exclude each other"),

@@ -44,7 +44,8 @@ class Documents:
 
     Attributes:
       held_out: rows of documents that are held out, or of those of --validation.
-      efficiency: which share of the places of all rows so far has a prediction that counts.
+      efficiency: which share of the places of all rows so far has a prediction that counts, or None
+        before the first row.
     """
 
     ngrams: Mapping[str, float] = {}
@@ -75,8 +76,8 @@ class Documents:
         return f"{self._documents:,} documents to train on, {held_out:,} held-out tokens to predict"
 
     @property
-    def efficiency(self) -> float:
-        return self._counted / max(1, self._places)
+    def efficiency(self) -> float | None:
+        return self._counted / self._places if self._places else None
 
     def batch(self, step: int) -> Batch:
         made = next(self._batches)

@@ -329,11 +329,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--model excludes --layers, --width, --head-size and --vocabulary")
     if not args.model:
         if args.train != ALL or args.base:
-            parser.error("--train and --base need --model, but for --train all")
+            parser.error(
+                "there is no --model; accepted for a new one is --train all, without --base"
+            )
         try:
             new_config(args)
         except ValueError as error:
             parser.error(f"--width and --head-size: {error}")
+    if args.tokenizer and not args.data:
+        parser.error("--tokenizer needs --data; all other data are bytes")
     named = targets(args.train)
     if ALL in named and len(named) > 1:
         parser.error(f"--train is {args.train}; accepted is all, or what is not all of it")

@@ -126,8 +126,8 @@ def report_on(
     """Print what a finished run has learned and what reads it, and write the log."""
     size = report.bytes_per_token(source.tokenizer, source.held_out)
     print(f"\n{report.table(log, size, model.generation)}")
-    if isinstance(source, documents.Documents):
-        print(f"\n{source.efficiency:.1%} of the places of all rows had a token to predict")
+    if isinstance(source, documents.Documents) and (share := source.efficiency) is not None:
+        print(f"\n{share:.1%} of the places of all rows had a token to predict")
     found, learned, prompt = {"options": recorded, **log}, "", args.prompt
     if isinstance(source, tasks.Examples):
         found["exact"] = source.exact(report.answering(args, result.params), args.judge)
