@@ -1,12 +1,17 @@
 """The model on a mesh, and its loss."""
 
+import dataclasses
+import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from rwkv_jax._training.copies import in_place
+from rwkv_jax._training import exchange
+from rwkv_jax._training.copies import in_place, rounded
 from rwkv_jax._training.data import Batch
 from rwkv_jax.losses import cross_entropy
 from rwkv_jax.models import Kernels, rwkv7
@@ -37,7 +42,7 @@ class Model(NamedTuple):
 
     def shardings(self, params: rwkv7.Params) -> Any:
         """Where the parameters are, or arrays of their shapes."""
-        return rwkv7.shardings(params, self.mesh, data="data", model="model")
+        return rwkv7.shardings(params, self.mesh, data=exchange.OVER, model="model")
 
 
 def make_model(
@@ -50,11 +55,10 @@ def make_model(
 ) -> Model:
     """The model, with the kernels for its mesh."""
     kernels = Kernels(implementation)
-    if mesh.size > 1:
-        sequence = "seq" if mesh.shape["seq"] > 1 else None
-        wkv = shard(wkv7, mesh, batch="data", heads="model", sequence=sequence)
+    if mesh.shape["seq"] > 1:
+        wkv = shard(wkv7, mesh, batch="data", heads="model", sequence="seq")
         # The CUDA kernels of the layer functions would gather the tokens of a row.
-        kernels = Kernels(implementation, layers="xla" if sequence else None, wkv=wkv)
+        kernels = Kernels(implementation, layers="xla", wkv=wkv)
     return Model(config, mesh, dtype, kernels, recompute)
 
 
@@ -69,24 +73,129 @@ def mean_loss(
     """The mean loss of the predictions that count, in nats. `copies` are those of
     `training.copies` that are used in place of parameters. `l2_wrap` is that of
     `cross_entropy`."""
-    mesh = model.mesh
-    inputs, labels, mask, segment_ids = jax.lax.with_sharding_constraint(
-        (batch.tokens[:, :-1], batch.tokens[:, 1:], batch.mask, batch.segment_ids),
-        NamedSharding(mesh, P("data", "seq")),
-    )
-    if copies is not None:
-        params = in_place(params, copies)
-    # Each parameter is gathered to compute with it, and its gradient is scattered.
-    for data in ("data", None):
-        params = jax.lax.with_sharding_constraint(
-            params, rwkv7.shardings(params, mesh, data=data, model="model")
+    labels = batch.tokens[:, 1:]
+    rows = Rows(batch.tokens[:, :-1], labels, batch.mask, batch.segment_ids)
+    if model.mesh.size == 1:
+        params = params if copies is None else in_place(params, copies)
+        hidden_states = _hidden_states(model, params, rows, model.kernels)
+        return cross_entropy(
+            *(hidden_states, params.head.weight, labels), mask=batch.mask, l2_wrap=l2_wrap
         )
+    copies = rounded(params, model.dtype) if copies is None else copies
+    loss = _of_rows if model.mesh.size == model.mesh.shape["data"] else _by_compiler
+    return loss(model, in_place(params, copies), rows, l2_wrap)
+
+
+class Rows(NamedTuple):
+    """The inputs and labels of rows of tokens, and what `Batch` has beside them."""
+
+    inputs: jax.Array
+    labels: jax.Array
+    mask: jax.Array | None
+    segment_ids: jax.Array | None
+
+
+def _hidden_states(model: Model, params: rwkv7.Params, rows: Rows, kernels: Kernels) -> jax.Array:
     hidden_states, _ = rwkv7.hidden_states(
         params,
-        inputs,
-        segment_ids=segment_ids,
+        rows.inputs,
+        segment_ids=rows.segment_ids,
         dtype=model.dtype,
-        kernels=model.kernels,
+        kernels=kernels,
         recompute=model.recompute,
     )
-    return cross_entropy(hidden_states, params.head.weight, labels, mask=mask, l2_wrap=l2_wrap)
+    return hidden_states
+
+
+def _of_rows(model: Model, params: rwkv7.Params, rows: Rows, l2_wrap: float) -> jax.Array:
+    """The loss on devices of which each has some rows of the batch. Each runs the program of one
+    device, and gathers the parameters of a block where it computes the block."""
+    places = model.shardings(params)
+    # The first block and the others have some names of their own.
+    of_blocks = rwkv7.names(places.blocks[0]) | rwkv7.names(places.blocks[-1])
+
+    def gather(block: Any) -> Any:
+        return _by_name(lambda name, x: exchange.whole(x, of_blocks[name]), block)
+
+    def embed(emb: rwkv7.Weight, tokens: jax.Array, dtype: Any) -> jax.Array:
+        return exchange.embedding(emb.weight, tokens, places.emb.weight, dtype)
+
+    kernels = dataclasses.replace(model.kernels, gather=gather, embed=embed)
+
+    def local(params: rwkv7.Params, rows: Rows) -> jax.Array:
+        params = params._replace(ln_out=jax.tree.map(exchange.whole, params.ln_out, places.ln_out))
+        hidden_states = _hidden_states(model, params, rows, kernels)
+        return _summed_loss(model, places, l2_wrap, hidden_states, params.head.weight, rows)
+
+    specs = jax.tree.map(lambda place: place.spec, places)
+    return jax.shard_map(
+        local, mesh=model.mesh, in_specs=(specs, P(*exchange.OVER)), out_specs=P()
+    )(params, rows)
+
+
+def _by_compiler(model: Model, params: rwkv7.Params, rows: Rows, l2_wrap: float) -> jax.Array:
+    """The loss on any mesh. The compiler partitions the blocks; embedding, head and loss are
+    computed by each device."""
+    mesh, places = model.mesh, model.shardings(params)
+    rows = jax.lax.with_sharding_constraint(rows, NamedSharding(mesh, P(*exchange.OVER)))
+    of_blocks, gathered = (
+        rwkv7.names(x.blocks[0]) | rwkv7.names(x.blocks[-1])
+        for x in (places, rwkv7.shardings(params, mesh, model="model"))
+    )
+
+    def gather(block: Any) -> Any:
+        def constrained(name: str, x: jax.Array) -> jax.Array:
+            return exchange.constrained(of_blocks[name], gathered[name], x)
+
+        return _by_name(constrained, block)
+
+    def embed(emb: rwkv7.Weight, tokens: jax.Array, dtype: Any) -> jax.Array:
+        place = places.emb.weight
+
+        def local(table: jax.Array, tokens: jax.Array) -> jax.Array:
+            return exchange.embedding(table, tokens, place, dtype)
+
+        in_specs = (place.spec, P(*exchange.OVER))
+        embedded = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=P(*exchange.OVER))
+        return embedded(emb.weight, tokens)
+
+    kernels = dataclasses.replace(model.kernels, gather=gather, embed=embed)
+    hidden_states = _hidden_states(model, params, rows, kernels)
+    loss = functools.partial(_summed_loss, model, places, l2_wrap)
+    in_specs = (P(*exchange.OVER), places.head.weight.spec, P(*exchange.OVER))
+    return jax.shard_map(loss, mesh=mesh, in_specs=in_specs, out_specs=P())(
+        hidden_states, params.head.weight, rows
+    )
+
+
+def _summed_loss(
+    model: Model,
+    places: Any,
+    l2_wrap: float,
+    hidden_states: jax.Array,
+    head: jax.Array,
+    rows: Rows,
+) -> jax.Array:
+    """The mean over all devices, of which each has some tokens, and along "model" a part of the
+    vocabulary."""
+    place = places.head.weight
+    total = cross_entropy(
+        hidden_states,
+        exchange.rounded_head(head, place, model.dtype),
+        rows.labels,
+        mask=rows.mask,
+        reduction="sum",
+        l2_wrap=l2_wrap,
+        axis_name=place.spec[0] if len(place.spec) else None,
+    )
+    if rows.mask is None:
+        count: Any = rows.labels.size * math.prod(model.mesh.shape[axis] for axis in exchange.OVER)
+    else:
+        count = jnp.maximum(jax.lax.psum(jnp.sum(rows.mask), exchange.OVER), 1)
+    return jax.lax.psum(total, exchange.OVER) / count
+
+
+def _by_name(f: Any, tree: Any) -> Any:
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: f(jax.tree_util.keystr(path, simple=True, separator="."), x), tree
+    )

@@ -26,8 +26,7 @@ class State(NamedTuple):
     Attributes:
       params: the parameters.
       optimizer: the state of the optimizer.
-      copies: the copies of `training.copies` that steps compute with, or None. Several devices have
-        none: gradients are added up over devices, and those of copies are rounded.
+      copies: the copies of `training.copies` that steps compute with, and that devices exchange.
     """
 
     params: rwkv7.Params
@@ -37,8 +36,7 @@ class State(NamedTuple):
 
 def state_of(model: Model, params: rwkv7.Params, optimizer: optax.OptState) -> State:
     """The state with copies of the parameters."""
-    made = copies.rounded(params, model.dtype) if model.mesh.size == 1 else None
-    return State(params, optimizer, made)
+    return State(params, optimizer, copies.rounded(params, model.dtype))
 
 
 def _initial(model: Model, optimizer: optax.GradientTransformation, params: Any) -> State:
@@ -58,12 +56,12 @@ def state_shapes(model: Model, optimizer: optax.GradientTransformation) -> State
             lambda x: model.shardings(x) if is_params(x) else whole, tree, is_leaf=is_params
         )
 
-    # Moments are where their parameters are. Only one device has copies.
-    copied = jax.tree.map(lambda _: whole, shapes.copies)
+    # Moments and copies are where their parameters are.
+    of_copies = copies.places(shapes.copies, model.shardings(shapes.params))
     return jax.tree.map(
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
         shapes,
-        State(places(shapes.params), places(shapes.optimizer), copied),
+        State(places(shapes.params), places(shapes.optimizer), of_copies),
     )
 
 
@@ -104,7 +102,8 @@ def restored(model: Model, shapes: State, arrays: dict[str, jax.Array]) -> State
     """The state of which `named` gives these arrays."""
     structure = jax.tree.structure((shapes.params, shapes.optimizer))
     params, optimizer = jax.tree.unflatten(structure, [arrays[name] for name in named(shapes)])
-    return jax.jit(functools.partial(state_of, model), donate_argnums=(0, 1))(params, optimizer)
+    made = functools.partial(state_of, model)
+    return jax.jit(made, donate_argnums=(0, 1), out_shardings=_places(shapes))(params, optimizer)
 
 
 def train_step(
