@@ -11,7 +11,7 @@ The functions run inside a `shard_map` over the whole mesh. With `check_vma` the
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -36,6 +36,74 @@ def whole(x: Array, place: NamedSharding) -> Array:
     from here on as different on each device, so that its gradient is summed over all of them."""
     axis = axis_over(place)
     return _varying(x) if axis is None else lax.all_gather(x, OVER, axis=axis, tiled=True)
+
+
+def gathered(
+    places: Mapping[str, NamedSharding],
+    gather: Callable[[str, Array], Array],
+    block: Any,
+    x: Array,
+    of_first: Any,
+) -> Any:
+    """The parameters of a block that `gather` gives, each from its name, with what else the block
+    takes. `places` are those of the parameters.
+
+    The backward pass of the block before does not end before the gradients of this block are
+    scattered. The compiler would otherwise keep the whole gradients of all blocks, and exchange
+    them after the last product, when nothing is left to be computed meanwhile.
+    """
+
+    def whole(block: Any) -> Any:
+        return _by_name(gather, block)
+
+    @jax.custom_vjp
+    def passed(block: Any, x: Array, of_first: Any) -> Any:
+        return whole(block), x, of_first
+
+    def forward(block: Any, x: Array, of_first: Any) -> Any:
+        found, scatter = jax.vjp(whole, block)
+        return (found, x, of_first), scatter
+
+    def backward(scatter: Any, cotangents: Any) -> Any:
+        dwhole, dx, dfirst = cotangents
+        (dblock,) = scatter(dwhole)
+        if dfirst is not None:
+            # All blocks pass it on to the block before. It has waited for the block after.
+            dx, dfirst = lax.optimization_barrier((dx, dfirst))
+            leaves, tree = jax.tree.flatten(dblock)
+            names = _by_name(lambda name, _: name, dblock)
+            scattered = [axis_over(places[name]) is not None for name in jax.tree.leaves(names)]
+            waited = [x for x, is_part in zip(leaves, scattered, strict=True) if is_part]
+            waited, dfirst = lax.optimization_barrier((waited, dfirst))
+            parts = iter(waited)
+            leaves = [
+                next(parts) if is_part else x for x, is_part in zip(leaves, scattered, strict=True)
+            ]
+            dblock = jax.tree.unflatten(tree, leaves)
+        return dblock, dx, dfirst
+
+    passed.defvjp(forward, backward)
+    return passed(block, x, of_first)
+
+
+@jax.custom_vjp
+def scattered_before(weight: Array, last: Array) -> Array:
+    """`weight`, of which the gradient is scattered before the backward pass needs that of `last`, a
+    result of the last block. That is the weight of the head, whose gradient comes first of all."""
+    return weight
+
+
+def _scattered_before_backward(last: Array, dweight: Array) -> tuple[Array, Array]:
+    return lax.optimization_barrier((dweight, jnp.zeros_like(last)))
+
+
+scattered_before.defvjp(lambda weight, last: (weight, last), _scattered_before_backward)
+
+
+def _by_name(f: Callable[[str, Array], Any], tree: Any) -> Any:
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: f(jax.tree_util.keystr(path, simple=True, separator="."), x), tree
+    )
 
 
 def _varying(x: Array) -> Array:

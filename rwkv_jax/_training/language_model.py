@@ -42,7 +42,12 @@ class Model(NamedTuple):
 
     def shardings(self, params: rwkv7.Params) -> Any:
         """Where the parameters are, or arrays of their shapes."""
-        return rwkv7.shardings(params, self.mesh, data=exchange.OVER, model="model")
+        return rwkv7.shardings(params, self.mesh, data=exchange.OVER, model=self.inner)
+
+    @property
+    def inner(self) -> str | None:
+        """The mesh axis along which heads and inner channels are distributed, if there is one."""
+        return "model" if self.mesh.shape["model"] > 1 else None
 
 
 def make_model(
@@ -77,7 +82,7 @@ def mean_loss(
     rows = Rows(batch.tokens[:, :-1], labels, batch.mask, batch.segment_ids)
     if model.mesh.size == 1:
         params = params if copies is None else in_place(params, copies)
-        hidden_states = _hidden_states(model, params, rows, model.kernels)
+        hidden_states, _ = _hidden_states(model, params, rows, model.kernels)
         return cross_entropy(
             *(hidden_states, params.head.weight, labels), mask=batch.mask, l2_wrap=l2_wrap
         )
@@ -95,8 +100,10 @@ class Rows(NamedTuple):
     segment_ids: jax.Array | None
 
 
-def _hidden_states(model: Model, params: rwkv7.Params, rows: Rows, kernels: Kernels) -> jax.Array:
-    hidden_states, _ = rwkv7.hidden_states(
+def _hidden_states(
+    model: Model, params: rwkv7.Params, rows: Rows, kernels: Kernels
+) -> tuple[jax.Array, rwkv7.State]:
+    return rwkv7.hidden_states(
         params,
         rows.inputs,
         segment_ids=rows.segment_ids,
@@ -104,7 +111,6 @@ def _hidden_states(model: Model, params: rwkv7.Params, rows: Rows, kernels: Kern
         kernels=kernels,
         recompute=model.recompute,
     )
-    return hidden_states
 
 
 def _of_rows(model: Model, params: rwkv7.Params, rows: Rows, l2_wrap: float) -> jax.Array:
@@ -114,18 +120,20 @@ def _of_rows(model: Model, params: rwkv7.Params, rows: Rows, l2_wrap: float) -> 
     # The first block and the others have some names of their own.
     of_blocks = rwkv7.names(places.blocks[0]) | rwkv7.names(places.blocks[-1])
 
-    def gather(block: Any) -> Any:
-        return _by_name(lambda name, x: exchange.whole(x, of_blocks[name]), block)
+    def whole(name: str, x: jax.Array) -> jax.Array:
+        return exchange.whole(x, of_blocks[name])
 
     def embed(emb: rwkv7.Weight, tokens: jax.Array, dtype: Any) -> jax.Array:
         return exchange.embedding(emb.weight, tokens, places.emb.weight, dtype)
 
+    gather = functools.partial(exchange.gathered, of_blocks, whole)
     kernels = dataclasses.replace(model.kernels, gather=gather, embed=embed)
 
     def local(params: rwkv7.Params, rows: Rows) -> jax.Array:
         params = params._replace(ln_out=jax.tree.map(exchange.whole, params.ln_out, places.ln_out))
-        hidden_states = _hidden_states(model, params, rows, kernels)
-        return _summed_loss(model, places, l2_wrap, hidden_states, params.head.weight, rows)
+        hidden_states, state = _hidden_states(model, params, rows, kernels)
+        head = exchange.scattered_before(params.head.weight, state[-1].att.shift)
+        return _summed_loss(model, places, l2_wrap, hidden_states, head, rows)
 
     specs = jax.tree.map(lambda place: place.spec, places)
     return jax.shard_map(
@@ -138,16 +146,13 @@ def _by_compiler(model: Model, params: rwkv7.Params, rows: Rows, l2_wrap: float)
     computed by each device."""
     mesh, places = model.mesh, model.shardings(params)
     rows = jax.lax.with_sharding_constraint(rows, NamedSharding(mesh, P(*exchange.OVER)))
-    of_blocks, gathered = (
+    of_blocks, of_whole = (
         rwkv7.names(x.blocks[0]) | rwkv7.names(x.blocks[-1])
-        for x in (places, rwkv7.shardings(params, mesh, model="model"))
+        for x in (places, rwkv7.shardings(params, mesh, model=model.inner))
     )
 
-    def gather(block: Any) -> Any:
-        def constrained(name: str, x: jax.Array) -> jax.Array:
-            return exchange.constrained(of_blocks[name], gathered[name], x)
-
-        return _by_name(constrained, block)
+    def whole(name: str, x: jax.Array) -> jax.Array:
+        return exchange.constrained(of_blocks[name], of_whole[name], x)
 
     def embed(emb: rwkv7.Weight, tokens: jax.Array, dtype: Any) -> jax.Array:
         place = places.emb.weight
@@ -159,12 +164,14 @@ def _by_compiler(model: Model, params: rwkv7.Params, rows: Rows, l2_wrap: float)
         embedded = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=P(*exchange.OVER))
         return embedded(emb.weight, tokens)
 
+    gather = functools.partial(exchange.gathered, of_blocks, whole)
     kernels = dataclasses.replace(model.kernels, gather=gather, embed=embed)
-    hidden_states = _hidden_states(model, params, rows, kernels)
+    hidden_states, state = _hidden_states(model, params, rows, kernels)
+    head = exchange.scattered_before(params.head.weight, state[-1].att.shift)
     loss = functools.partial(_summed_loss, model, places, l2_wrap)
     in_specs = (P(*exchange.OVER), places.head.weight.spec, P(*exchange.OVER))
     return jax.shard_map(loss, mesh=mesh, in_specs=in_specs, out_specs=P())(
-        hidden_states, params.head.weight, rows
+        hidden_states, head, rows
     )
 
 
@@ -193,9 +200,3 @@ def _summed_loss(
     else:
         count = jnp.maximum(jax.lax.psum(jnp.sum(rows.mask), exchange.OVER), 1)
     return jax.lax.psum(total, exchange.OVER) / count
-
-
-def _by_name(f: Any, tree: Any) -> Any:
-    return jax.tree_util.tree_map_with_path(
-        lambda path, x: f(jax.tree_util.keystr(path, simple=True, separator="."), x), tree
-    )

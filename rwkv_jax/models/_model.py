@@ -372,7 +372,7 @@ def _block(
     """The activations after a block, what the first block has for all others, and the next
     state."""
     if options.kernels.gather is not None:
-        p = options.kernels.gather(p)
+        p, x, of_first = options.kernels.gather(p, x, of_first)
     if s is None:
         s = initial_block(generation.initial_wkv, p, x.shape[0], x.dtype)
     if p.ln0 is not None:
