@@ -32,9 +32,10 @@ class Kernels:
         `operator` and `layers` are None. With "fused" these two are None or "ffi".
       wkv: the function that mixes sequences, such as `sharding.shard(wkv7, ...)`, in place of the
         operator of the model.
-      gather: a function of the parameters of a block that returns those to compute the block with.
-        It runs where the block is computed, and with `recompute` in the backward pass as well. So
-        it gathers distributed parameters of one block at a time.
+      gather: a function that a block begins with. It takes the parameters of the block, its input
+        and, but for the first block, what the first one has for all others, and returns all three
+        for the block to compute with. With `recompute` the backward pass calls it again. So it can
+        gather the parameters of one block at a time.
       embed: a function of the weight of the embedding, tokens and the dtype of the activations that
         returns the embedding of the tokens, in place of a look-up.
 
