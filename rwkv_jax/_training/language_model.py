@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -94,10 +95,10 @@ def mean_loss(
 class Rows(NamedTuple):
     """The inputs and labels of rows of tokens, and what `Batch` has beside them."""
 
-    inputs: jax.Array
-    labels: jax.Array
-    mask: jax.Array | None
-    segment_ids: jax.Array | None
+    inputs: jax.Array | np.ndarray
+    labels: jax.Array | np.ndarray
+    mask: jax.Array | np.ndarray | None
+    segment_ids: jax.Array | np.ndarray | None
 
 
 def _hidden_states(

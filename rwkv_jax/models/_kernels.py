@@ -48,7 +48,7 @@ class Kernels:
     layers: str | None = None
     blocks: str | None = None
     wkv: Wkv | None = None
-    gather: Callable[[Any], Any] | None = None
+    gather: Callable[..., Any] | None = None
     embed: Callable[..., Array] | None = None
 
     def __post_init__(self) -> None:
