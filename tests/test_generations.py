@@ -362,14 +362,47 @@ def test_unknown_options(module: ModuleType) -> None:
         message = re.escape(f"{name}: recompute is {recompute!r}; {accepted}")
         with pytest.raises(ValueError, match=message):
             module.apply(params, jnp.ones((2, 3), jnp.int32), recompute=recompute)
-    with pytest.raises(TypeError, match="Kernels: wkv is 'ffi'; accepted are None and a function"):
-        models.Kernels(wkv="ffi")  # pyright: ignore[reportArgumentType]
+    for of in ("wkv", "gather", "embed"):
+        message = f"Kernels: {of} is 'ffi'; accepted are None and a function"
+        with pytest.raises(TypeError, match=message):
+            models.Kernels(**{of: "ffi"})  # pyright: ignore[reportArgumentType]
     accepted = "accepted are None, 'xla', 'reference', 'fused' and a models.Kernels"
     for tokens in (jnp.ones((2, 3), jnp.int32), jnp.ones(2, jnp.int32)):
         for kernels, error in (("fast", ValueError), (["xla"], TypeError)):
             message = re.escape(f"{name}: kernels is {kernels!r}; {accepted}")
             with pytest.raises(error, match=message):
                 module.apply(params, tokens, kernels=kernels)
+
+
+@pytest.mark.slow
+def test_parameters_and_embedding_by_functions() -> None:
+    """The parameters of a block are those that a function gives, once more in a backward pass that
+    computes the block again, and the embedding of tokens is what another one returns."""
+    params, calls = parameters(rwkv7), []
+    tokens = jnp.ones((2, 3), jnp.int32)
+    half = jax.tree.map(lambda x: x / 2, params.blocks)
+
+    def gather(block: Any, x: jax.Array, of_first: Any) -> Any:
+        jax.debug.callback(calls.append, jnp.sum(block.ln1.weight))
+        return jax.tree.map(lambda x: 2 * x, block), x, of_first
+
+    def embed(weight: Any, tokens: jax.Array, dtype: Any) -> jax.Array:
+        return weight.weight[tokens + 1].astype(dtype)
+
+    def loss(blocks: Any, tokens: jax.Array, kernels: Any) -> jax.Array:
+        used = params._replace(blocks=blocks)
+        x, _ = rwkv7.hidden_states(used, tokens, kernels=kernels, recompute="blocks")
+        return jnp.sum(x**2)
+
+    gradient = jax.jit(jax.value_and_grad(loss), static_argnums=2)
+    by_functions = models.Kernels("xla", "xla", gather=gather, embed=embed)
+    value, found = jax.block_until_ready(gradient(half, tokens, by_functions))
+    jax.effects_barrier()
+    assert len(calls) == 2 * len(half)
+    expected_value, expected = gradient(params.blocks, tokens + 1, models.Kernels("xla", "xla"))
+    np.testing.assert_allclose(value, expected_value, rtol=1e-5)
+    for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(x, 2 * y, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.usefixtures("unchecked_types")

@@ -107,14 +107,23 @@ def test_interrupted_run_resumes_exactly(
 
 @pytest.mark.slow
 @needs_devices
+@pytest.mark.parametrize(
+    ("mesh", "other"), [("data=2,seq=2", "model=2"), ("data=2", "data=2,model=2")]
+)
 def test_run_resumes_on_another_mesh(
-    train: ModuleType, options: list[str], whole: Path, tmp_path: Path, at_step: AtStep
+    train: ModuleType,
+    options: list[str],
+    whole: Path,
+    tmp_path: Path,
+    at_step: AtStep,
+    mesh: str,
+    other: str,
 ) -> None:
     parts = tmp_path / "parts"
     at_step(INTERRUPTED_AT - 1, interrupt)
     # Three held-out rows, which two devices do not share evenly.
-    assert train.main([*options, f"--out={parts}", "--mesh=data=2,seq=2"]) == 130
-    assert train.main([*options, f"--out={parts}", "--mesh=model=2", "--resume"]) == 0
+    assert train.main([*options, f"--out={parts}", f"--mesh={mesh}"]) == 130
+    assert train.main([*options, f"--out={parts}", f"--mesh={other}", "--resume"]) == 0
     log, expected = logs(parts, whole)
     assert log["options"] == expected["options"]
     assert len(log["train"]) == STEPS
@@ -128,8 +137,8 @@ def test_run_resumes_on_another_mesh(
 def test_training_keeps_everything_where_it_is(
     train: ModuleType, options: list[str], axes: str
 ) -> None:
-    """Devices exchange only transitions and single tokens of a sequence, and no whole activations
-    except the sums of a layer."""
+    """Devices exchange only transitions and single tokens of a sequence, rows of the embedding, and
+    no whole activations except the sums of a layer."""
     steps = importlib.import_module("rwkv_jax._training.steps")
     args = train.options.parse([*options, f"--mesh={axes}"])
     model, _ = train.prepare(args)
@@ -139,11 +148,11 @@ def test_training_keeps_everything_where_it_is(
     places = {name: x.sharding for name, x in steps.named(state).items()}
     for name in ("model", "optimizer.1.mu", "optimizer.1.nu"):
         place = places[f"{name}.blocks.0.att.receptance.weight"]
-        assert place.is_equivalent_to(NamedSharding(mesh, P("model", "data")), 2)
+        assert place.is_equivalent_to(NamedSharding(mesh, P("model", ("data", "seq"))), 2)
     batch = train.data.windows(np.zeros((2, 17), np.int32))
     step = steps.train_step(model, optimizer, shapes, 0.0)
     text = step.lower(state, batch).compile().as_text()
-    allowed = {"all-gather", "all-reduce", "reduce-scatter"}
+    allowed = {"all-gather", "all-reduce", "reduce-scatter", "all-to-all"}
     allowed |= {"collective-permute"} if "seq" in axes else set()
     assert {"all-reduce"} <= hlo.collectives(text) <= allowed
     state, _ = step(state, batch)

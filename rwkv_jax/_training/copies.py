@@ -5,7 +5,7 @@ it changes them, and leaves the copies to the next step, saves that step from re
 parameter once more.
 """
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,16 @@ def in_place(params: Tree, copies: Tree) -> Tree:
         lambda copy, x: x if copy is None else _instead(copy, x),
         copies,
         params,
+        is_leaf=lambda x: x is None,
+    )
+
+
+def places(copies: Tree, of_params: Any) -> Tree:
+    """Of a tree like that of the parameters, what belongs to the copies."""
+    return jax.tree.map(
+        lambda copy, place: None if copy is None else place,
+        copies,
+        of_params,
         is_leaf=lambda x: x is None,
     )
 

@@ -1,5 +1,8 @@
 """The model on a mesh, and its loss."""
 
+import dataclasses
+import functools
+import math
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -10,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import KeyPath
 
 from rwkv_jax import finetuning
-from rwkv_jax._training.copies import in_place
+from rwkv_jax._training import exchange
+from rwkv_jax._training.copies import in_place, rounded
 from rwkv_jax._training.data import Batch
 from rwkv_jax._training.parts import ALL, Parts, labels
 from rwkv_jax.losses import cross_entropy
@@ -53,7 +57,9 @@ class Model(NamedTuple):
 
     def shardings(self, parts: Parts) -> Any:
         """Where the arrays of parts are, some of which may be None."""
-        params = self.module.shardings(self.shapes.params, self.mesh, data="data", model="model")
+        params = self.module.shardings(
+            self.shapes.params, self.mesh, data=exchange.OVER, model=self.inner
+        )
         named = rwkv7.names(Parts(params))
         whole = NamedSharding(self.mesh, P())
 
@@ -61,6 +67,19 @@ class Model(NamedTuple):
             return named.get(jax.tree_util.keystr(path, simple=True, separator="."), whole)
 
         return jax.tree_util.tree_map_with_path(place, parts)
+
+    @property
+    def inner(self) -> str | None:
+        """The mesh axis along which heads and inner channels are distributed, if there is one."""
+        return "model" if self.mesh.shape["model"] > 1 else None
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether devices exchange parameters and gradients as `training.exchange` has it: where
+        all parameters of RWKV-7 are trained, and nothing beside them."""
+        frozen = self.split(self.shapes)[1]
+        alone = self.shapes.adapter is None and self.shapes.states is None
+        return self.mesh.size > 1 and self.module is rwkv7 and alone and not jax.tree.leaves(frozen)
 
 
 def make_model(
@@ -76,9 +95,8 @@ def make_model(
     """The model with the kernels for its mesh. `parts` are arrays, or their shapes, and labels; if
     None, the model is a new one, all of which is trained."""
     kernels = Kernels(implementation)
-    if mesh.size > 1:
-        sequence = "seq" if mesh.shape["seq"] > 1 else None
-        wkv = shard(wkv7, mesh, batch="data", heads="model", sequence=sequence)
+    if mesh.shape["seq"] > 1:
+        wkv = shard(wkv7, mesh, batch="data", heads="model", sequence="seq")
         kernels = Kernels(implementation, wkv=wkv)
     if parts is None:
         new = Parts(jax.eval_shape(lambda: module.init(jax.random.key(0), config)))
@@ -100,23 +118,21 @@ def mean_loss(
     `training.copies` that are used in place of parameters. `l2_wrap` is that of `cross_entropy`.
     There is dropout in `training` alone."""
     mesh = model.mesh
-    batch = jax.lax.with_sharding_constraint(batch, NamedSharding(mesh, P("data", "seq")))
+    if model.exchanges:
+        copies = rounded(parts.params, model.dtype) if copies is None else copies
+        loss = _of_rows if mesh.size == mesh.shape["data"] else _by_compiler
+        return loss(model, in_place(parts.params, copies), batch, l2_wrap)
     base = parts.params if copies is None else in_place(parts.params, copies)
-    # Each parameter is gathered to compute with it, and its gradient is scattered.
-    for data in ("data", None):
-        base = jax.lax.with_sharding_constraint(
-            base, model.module.shardings(base, mesh, data=data, model="model")
-        )
+    if mesh.size > 1:
+        batch = jax.lax.with_sharding_constraint(batch, NamedSharding(mesh, P(*exchange.OVER)))
+        # Each parameter is gathered to compute with it, and its gradient is scattered.
+        for over in (exchange.OVER, None):
+            base = jax.lax.with_sharding_constraint(
+                base, model.module.shardings(base, mesh, data=over, model=model.inner)
+            )
     own = parts._replace(params=base).effective(_dropout_key(batch) if training else None)
-    hidden_states, _ = model.module.hidden_states(
-        own,
-        batch.tokens,
-        parts.initial_state(len(batch.tokens), model.dtype),
-        segment_ids=batch.segment_ids,
-        dtype=model.dtype,
-        kernels=model.kernels,
-        recompute=model.recompute,
-    )
+    state = parts.initial_state(len(batch.tokens), model.dtype)
+    hidden_states, _ = _hidden_states(model, own, batch, model.kernels, state)
     head = own.head.wide()
     return cross_entropy(hidden_states, head, batch.targets, mask=batch.mask, l2_wrap=l2_wrap)
 
@@ -126,3 +142,106 @@ def _dropout_key(batch: Batch) -> jax.Array:
     places = jnp.arange(batch.tokens.size, dtype=jnp.uint32).reshape(batch.tokens.shape)
     words = batch.tokens.astype(jnp.uint32) * (2 * places + 1)
     return jax.random.key(jnp.sum(words, dtype=jnp.uint32))
+
+
+def _hidden_states(
+    model: Model, params: Any, batch: Batch, kernels: Kernels, state: Any = None
+) -> tuple[jax.Array, Any]:
+    return model.module.hidden_states(
+        params,
+        batch.tokens,
+        state,
+        segment_ids=batch.segment_ids,
+        dtype=model.dtype,
+        kernels=kernels,
+        recompute=model.recompute,
+    )
+
+
+def _of_rows(model: Model, params: rwkv7.Params, rows: Batch, l2_wrap: float) -> jax.Array:
+    """The loss on devices of which each has some rows of the batch. Each runs the program of one
+    device, and gathers the parameters of a block where it computes the block."""
+    places = model.shardings(Parts(params)).params
+    # The first block and the others have some names of their own.
+    of_blocks = rwkv7.names(places.blocks[0]) | rwkv7.names(places.blocks[-1])
+
+    def whole(name: str, x: jax.Array) -> jax.Array:
+        return exchange.whole(x, of_blocks[name])
+
+    def embed(emb: rwkv7.Weight, tokens: jax.Array, dtype: Any) -> jax.Array:
+        return exchange.embedding(emb.weight, tokens, places.emb.weight, dtype)
+
+    gather = functools.partial(exchange.gathered, of_blocks, whole)
+    kernels = dataclasses.replace(model.kernels, gather=gather, embed=embed)
+
+    def local(params: rwkv7.Params, rows: Batch) -> jax.Array:
+        params = params._replace(ln_out=jax.tree.map(exchange.whole, params.ln_out, places.ln_out))
+        hidden_states, state = _hidden_states(model, params, rows, kernels)
+        head = exchange.scattered_before(params.head.weight, state[-1].att.shift)
+        return _summed_loss(model, places, l2_wrap, hidden_states, head, rows)
+
+    specs = jax.tree.map(lambda place: place.spec, places)
+    return jax.shard_map(
+        local, mesh=model.mesh, in_specs=(specs, P(*exchange.OVER)), out_specs=P()
+    )(params, rows)
+
+
+def _by_compiler(model: Model, params: rwkv7.Params, rows: Batch, l2_wrap: float) -> jax.Array:
+    """The loss on any mesh. The compiler partitions the blocks; embedding, head and loss are
+    computed by each device."""
+    mesh, places = model.mesh, model.shardings(Parts(params)).params
+    rows = jax.lax.with_sharding_constraint(rows, NamedSharding(mesh, P(*exchange.OVER)))
+    of_blocks, of_whole = (
+        rwkv7.names(x.blocks[0]) | rwkv7.names(x.blocks[-1])
+        for x in (places, rwkv7.shardings(params, mesh, model=model.inner))
+    )
+
+    def whole(name: str, x: jax.Array) -> jax.Array:
+        return exchange.constrained(of_blocks[name], of_whole[name], x)
+
+    def embed(emb: rwkv7.Weight, tokens: jax.Array, dtype: Any) -> jax.Array:
+        place = places.emb.weight
+
+        def local(table: jax.Array, tokens: jax.Array) -> jax.Array:
+            return exchange.embedding(table, tokens, place, dtype)
+
+        in_specs = (place.spec, P(*exchange.OVER))
+        embedded = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=P(*exchange.OVER))
+        return embedded(emb.weight, tokens)
+
+    gather = functools.partial(exchange.gathered, of_blocks, whole)
+    kernels = dataclasses.replace(model.kernels, gather=gather, embed=embed)
+    hidden_states, state = _hidden_states(model, params, rows, kernels)
+    head = exchange.scattered_before(params.head.weight, state[-1].att.shift)
+    loss = functools.partial(_summed_loss, model, places, l2_wrap)
+    in_specs = (P(*exchange.OVER), places.head.weight.spec, P(*exchange.OVER))
+    return jax.shard_map(loss, mesh=mesh, in_specs=in_specs, out_specs=P())(
+        hidden_states, head, rows
+    )
+
+
+def _summed_loss(
+    model: Model,
+    places: Any,
+    l2_wrap: float,
+    hidden_states: jax.Array,
+    head: jax.Array,
+    rows: Batch,
+) -> jax.Array:
+    """The mean over all devices, of which each has some tokens, and along "model" a part of the
+    vocabulary."""
+    place = places.head.weight
+    total = cross_entropy(
+        hidden_states,
+        exchange.rounded_head(head, place, model.dtype),
+        rows.targets,
+        mask=rows.mask,
+        reduction="sum",
+        l2_wrap=l2_wrap,
+        axis_name=place.spec[0] if len(place.spec) else None,
+    )
+    if rows.mask is None:
+        count: Any = rows.targets.size * math.prod(model.mesh.shape[axis] for axis in exchange.OVER)
+    else:
+        count = jnp.maximum(jax.lax.psum(jnp.sum(rows.mask), exchange.OVER), 1)
+    return jax.lax.psum(total, exchange.OVER) / count

@@ -41,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     start = clocks.Start()
     args = options.parse(argv)
     # On a GPU XLA may otherwise choose other kernels in a run that is resumed.
-    xla_flags.add(xla_flags.CUBLAS, xla_flags.DETERMINISTIC)
+    overlap = [xla_flags.OVERLAP] if args.mesh else []
+    xla_flags.add(xla_flags.CUBLAS, xla_flags.DETERMINISTIC, *overlap)
     compilation.use_cache(args.cache)
     start.part("import")
     processes.connect(args.coordinator, args.processes, args.process)

@@ -28,8 +28,8 @@ class State(NamedTuple):
     Attributes:
       params: what is trained.
       optimizer: the state of the optimizer.
-      copies: the copies of `training.copies` that steps compute with, or None. Several devices have
-        none: gradients are added up over devices, and those of copies are rounded.
+      copies: the copies of `training.copies` that steps compute with, and that devices exchange;
+        None for parts of a model on several devices, and for other generations than RWKV-7.
       frozen: what no step changes. A step gives back the arrays that it gets.
     """
 
@@ -42,7 +42,7 @@ class State(NamedTuple):
 def state_of(model: Model, params: Parts, optimizer: optax.OptState, frozen: Parts) -> State:
     """The state with copies of the parameters that are trained."""
     made = None
-    if model.mesh.size == 1 and model.module is rwkv7:
+    if model.module is rwkv7 and (model.mesh.size == 1 or model.exchanges):
         made = copies.rounded(params.params, model.dtype)
     return State(params, optimizer, made, frozen)
 
@@ -65,12 +65,12 @@ def state_shapes(model: Model, optimizer: optax.GradientTransformation) -> State
             lambda x: model.shardings(x) if is_parts(x) else whole, tree, is_leaf=is_parts
         )
 
-    # Moments are where their parameters are. Only one device has copies.
-    copied = jax.tree.map(lambda _: whole, shapes.copies)
+    # Moments and copies are where their parameters are.
+    of_copies = copies.places(shapes.copies, model.shardings(shapes.params).params)
     return jax.tree.map(
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
         shapes,
-        State(places(shapes.params), places(shapes.optimizer), copied, places(shapes.frozen)),
+        State(places(shapes.params), places(shapes.optimizer), of_copies, places(shapes.frozen)),
     )
 
 
@@ -138,6 +138,7 @@ def restored(
     make = jax.jit(
         lambda params, optimizer: state_of(model, params, optimizer, Parts(None)),
         donate_argnums=(0, 1),
+        out_shardings=_places(shapes)._replace(frozen=Parts(None)),
     )
     return make(params, optimizer)._replace(frozen=frozen)
 

@@ -8,6 +8,10 @@ CUBLAS = "--xla_gpu_enable_triton_gemm=false"
 
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 
+# For several devices: what they exchange travels while they compute. It is the default on GPUs of
+# compute capability 9.0 and higher alone. XLA then also gathers parameters before they are needed.
+OVERLAP = "--xla_gpu_enable_latency_hiding_scheduler=true"
+
 
 def add(*flags: str) -> None:
     """Add flags to the variable XLA_FLAGS. Those that it has already count more."""

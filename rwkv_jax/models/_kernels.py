@@ -30,24 +30,33 @@ class Kernels:
         `operator` and `layers` are None. With "fused" these two are None or "ffi".
       wkv: the function that mixes sequences, such as `sharding.shard(wkv7, ...)`, in place of the
         operator of the model.
+      gather: a function that a block begins with. It takes the parameters of the block, its input
+        and, but for the first block, what the first one has for all others, and returns all three
+        for the block to compute with. With `recompute` the backward pass calls it again. So it can
+        gather the parameters of one block at a time.
+      embed: a function of the weight of the embedding, tokens and the dtype of the activations that
+        returns the embedding of the tokens, in place of a look-up.
 
     Raises:
       ValueError: `layers` or `blocks` is none of the names.
-      TypeError: `wkv` is no function.
+      TypeError: `wkv`, `gather` or `embed` is no function.
     """
 
     operator: str | None = None
     layers: str | None = None
     blocks: str | None = None
     wkv: Wkv | None = None
+    gather: Callable[..., Any] | None = None
+    embed: Callable[..., Array] | None = None
 
     def __post_init__(self) -> None:
         names = {"layers": ("ffi", "xla", "reference"), "blocks": ("fused", "separate")}
         for name, accepted in names.items():
             if (value := getattr(self, name)) is not None:
                 check.choice("Kernels", name, value, accepted)
-        if self.wkv is not None and not callable(self.wkv):
-            raise TypeError(f"Kernels: wkv is {self.wkv!r}; accepted are None and a function")
+        for name in ("wkv", "gather", "embed"):
+            if (value := getattr(self, name)) is not None and not callable(value):
+                raise TypeError(f"Kernels: {name} is {value!r}; accepted are None and a function")
 
     @property
     def may_fuse(self) -> bool:
@@ -63,7 +72,8 @@ class Kernels:
           ValueError: the call has no such kernels.
         """
         if not all(isinstance(size, int) for size in shape):
-            found = dataclasses.replace(_NAMED["reference"], wkv=self.wkv)
+            functions = {name: getattr(self, name) for name in ("wkv", "gather", "embed")}
+            found = dataclasses.replace(_NAMED["reference"], **functions)
             if any(x not in (None, getattr(found, name)) for name, x in vars(self).items()):
                 raise ValueError(
                     f"{what}: kernels is {self} and tokens has the symbolic shape {shape}; "

@@ -192,7 +192,7 @@ class Generation:
             step = self._step_for(params, kernels)
             block = functools.partial(_block, self, step, Options(segment_ids, kernels))
             recomputed = functools.partial(_recomputation.recomputed, block, recompute)
-            x = embed(params.emb, tokens, dtype)
+            x = (kernels.embed or embed)(params.emb, tokens, dtype)
             if isinstance(params.blocks, Stacked):
                 body = recomputed(scanned=True)
                 x, next_state = scan(recomputed(), body, params.blocks, x, state)
@@ -371,6 +371,8 @@ def _block(
 ) -> tuple[Array, Any, BlockState]:
     """The activations after a block, what the first block has for all others, and the next
     state."""
+    if options.kernels.gather is not None:
+        p, x, of_first = options.kernels.gather(p, x, of_first)
     if s is None:
         s = initial_block(generation.initial_wkv, p, x.shape[0], x.dtype)
     if p.ln0 is not None:

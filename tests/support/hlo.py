@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,6 +17,8 @@ KINDS = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
 COLLECTIVE = re.compile(rf"\b({KINDS}|collective-broadcast)\b")
 RESULT = re.compile(rf"= (.*?) ({KINDS})(?:-done)?\(")
 ARRAY = re.compile(r"\b(?:f|bf|s|u|pred)(8|16|32|64)?\[([\d,]*)\]")
+CALL = re.compile(rf"= (.*?) ({KINDS})(?:-done)?\(")
+TYPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 TARGET = re.compile(r"\brwkv_\w+_v\d+\b")
 DEVICES = {"cuda": ("NVIDIA H200", 1, "gpu"), "tpu": ("TPU v5 lite", 1, "tpu")}
 
@@ -42,6 +45,23 @@ def exchanged_by(text: str | None) -> dict[str, list[int]]:
             size = math.prod(map(int, filter(None, shape.split(","))))
             found[kind].append(int(bits or 8) // 8 * size)
     return found
+
+
+def collective_results(text: str) -> collections.Counter[tuple[str, str, tuple[int, ...]]]:
+    """The kind of collective, dtype and shape of each result of all collectives."""
+    return collections.Counter(
+        (kind, dtype, tuple(int(n) for n in shape.split(",") if n))
+        for results, kind in CALL.findall(text)
+        for dtype, shape in TYPE.findall(results)
+    )
+
+
+def partitioned(lowered: Any, folder: Path) -> str:
+    """The program of each device, before the compiler makes it one for its platform."""
+    options = {"xla_dump_to": str(folder), "xla_dump_hlo_pass_re": "spmd-partitioning"}
+    lowered.compile(compiler_options=options)
+    (path,) = folder.glob("*after_spmd-partitioning*.txt")
+    return path.read_text()
 
 
 def device(platform: str, kind: str | None = None) -> AbstractContextManager:
