@@ -162,10 +162,8 @@ def test_gradients_are_summed_in_float32(truncate: bool) -> None:
 def test_memory_and_program_do_not_grow(truncate: bool) -> None:
     """Beyond the tokens and, for exact gradients, one state for each piece."""
     shapes = shapes_of(rwkv7, config_of(rwkv7, num_layers=1, hidden_size=64))
-    states = jax.tree.leaves(
-        jax.eval_shape(functools.partial(rwkv7.initial_state, batch=1), shapes)
-    )
-    of_states = sum(4 * math.prod(x.shape) for x in states)
+    state = jax.eval_shape(functools.partial(rwkv7.initial_state, batch=1), shapes)
+    of_state = sum(4 * math.prod(x.shape) for x in jax.tree.leaves(state))
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
         return in_pieces(params, tokens, piece=64, truncate=truncate, kernels="xla")[0]

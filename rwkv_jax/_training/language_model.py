@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from rwkv_jax._training.copies import in_place
 from rwkv_jax._training.data import Batch
-from rwkv_jax.losses import cross_entropy
+from rwkv_jax.losses import cross_entropy, in_pieces
 from rwkv_jax.models import Kernels, rwkv7
 from rwkv_jax.sharding import shard
 from rwkv_jax.wkv7 import wkv7
@@ -23,6 +23,8 @@ class Model(NamedTuple):
       dtype: the dtype of the activations.
       kernels: the kernels that compute it.
       recompute: what the backward pass computes again.
+      piece: how many tokens of a row are read at once; all of them if None.
+      truncate: whether gradients stop at the states between pieces.
     """
 
     config: rwkv7.Config
@@ -30,6 +32,8 @@ class Model(NamedTuple):
     dtype: str
     kernels: Kernels
     recompute: rwkv7.Recompute | None
+    piece: int | None
+    truncate: bool
 
     def shapes(self) -> rwkv7.Params:
         """The shapes of its parameters."""
@@ -47,6 +51,8 @@ def make_model(
     dtype: str,
     implementation: str | None,
     recompute: rwkv7.Recompute | None = None,
+    piece: int | None = None,
+    truncate: bool = False,
 ) -> Model:
     """The model, with the kernels for its mesh."""
     kernels = Kernels(implementation)
@@ -55,7 +61,7 @@ def make_model(
         wkv = shard(wkv7, mesh, batch="data", heads="model", sequence=sequence)
         # The CUDA kernels of the layer functions would gather the tokens of a row.
         kernels = Kernels(implementation, layers="xla" if sequence else None, wkv=wkv)
-    return Model(config, mesh, dtype, kernels, recompute)
+    return Model(config, mesh, dtype, kernels, recompute, piece, truncate)
 
 
 def mean_loss(
@@ -81,12 +87,15 @@ def mean_loss(
         params = jax.lax.with_sharding_constraint(
             params, rwkv7.shardings(params, mesh, data=data, model="model")
         )
-    hidden_states, _ = rwkv7.hidden_states(
-        params,
-        inputs,
-        segment_ids=segment_ids,
-        dtype=model.dtype,
-        kernels=model.kernels,
-        recompute=model.recompute,
-    )
+    of_model = {
+        "segment_ids": segment_ids,
+        "dtype": model.dtype,
+        "kernels": model.kernels,
+        "recompute": model.recompute,
+    }
+    if model.piece:
+        pieces = {"piece": model.piece, "truncate": model.truncate, "mask": mask}
+        loss, _ = in_pieces(params, batch.tokens, **pieces, l2_wrap=l2_wrap, **of_model)
+        return loss
+    hidden_states, _ = rwkv7.hidden_states(params, inputs, **of_model)
     return cross_entropy(hidden_states, params.head.weight, labels, mask=mask, l2_wrap=l2_wrap)

@@ -57,6 +57,8 @@ def prepare(args: argparse.Namespace) -> tuple[language_model.Model, rwkv7.Param
         dtype=args.dtype,
         implementation=args.implementation,
         recompute=args.recompute,
+        piece=args.piece,
+        truncate=bool(args.truncate),
     )
     return model, params
 
