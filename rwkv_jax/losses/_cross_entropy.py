@@ -2,7 +2,6 @@
 
 from typing import Literal
 
-import jax.numpy as jnp
 from jax import Array
 
 from rwkv_jax._operator import check
@@ -43,9 +42,12 @@ def cross_entropy(
       targets: integers [...], the token to be predicted at each place. The loss of a target outside
         the vocabulary is NaN.
       mask: booleans [...], which tokens count; all if None. A token that does not count has a loss
-        and gradients of 0, whatever its target is and even if its hidden states are NaN.
-      reduction: "mean" over the tokens that count, which is 0 if there are none; "sum" of them; or
-        "none", the loss of each token.
+        and gradients of 0, whatever its target is and even if its hidden states are NaN. Numbers of
+        at least 0 in float32 are weights: the loss of a token is multiplied by its weight, and a
+        token of the weight 0 does not count. There are no gradients of weights.
+      reduction: "mean" over the tokens that count, which is 0 if there are none, or the sum of the
+        weighted losses divided by that of the weights; "sum" of them; or "none", the loss of each
+        token.
       z_loss: the weight of log_sum^2, which keeps the logits from drifting; 1e-4 is usual.
       l2_wrap: adds the gradient of l2_wrap / 2 * max(z)^2 to that of a token's loss, but not the
         value. RWKV-LM trains with 1e-4.
@@ -92,5 +94,4 @@ def cross_entropy(
     total = _derivative.total(options, axis, operands, recompute=recompute)
     if reduction == "sum":
         return total
-    count = targets.size if mask is None else jnp.sum(operands.mask)
-    return total / jnp.maximum(count, 1).astype(jnp.float32)
+    return total / _arguments.count(mask, targets.size)

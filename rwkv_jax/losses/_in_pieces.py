@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float32, Int
 from rwkv_jax._operator import check
 from rwkv_jax._packing import segments
 from rwkv_jax._typing import Operand
+from rwkv_jax.losses._arguments import count
 from rwkv_jax.losses._cross_entropy import cross_entropy
 from rwkv_jax.models import _arguments
 from rwkv_jax.models._generations import generation_of_params
@@ -72,8 +73,8 @@ def in_pieces(
         from the first piece alone, and none flows through the returned one.
       segment_ids: which of the tokens that the model reads are one document, as `hidden_states`
         of the model takes it. Documents may begin and end anywhere in a piece.
-      mask: which of the T predictions of each row count, as `cross_entropy` takes it; all if None.
-        Leave out those of padding and those of the first token of a document.
+      mask: which of the T predictions of each row count, or their weights, as `cross_entropy` takes
+        it; all if None. Leave out those of padding and those of the first token of a document.
       reduction: "mean" over the predictions that count, which is 0 if there are none, or "sum".
       dtype: the dtype of the activations.
       kernels: which kernels compute the model, as its `hidden_states` takes it.
@@ -109,8 +110,7 @@ def in_pieces(
             f"{what}: mask has shape {mask.shape}; accepted is [B, T] = {(rows, length)}"
         )
     check.choice(what, "reduction", reduction, ("mean", "sum"))
-    count: Any = rows * length if mask is None else jnp.sum(mask)
-    unit = 1.0 if reduction == "sum" else 1 / jnp.maximum(count, 1).astype(jnp.float32)
+    unit = 1.0 if reduction == "sum" else 1 / count(mask, rows * length)
 
     def of_piece(params: Params, state: State, piece: _Piece) -> tuple[Array, State]:
         if piece.starts is not None:
