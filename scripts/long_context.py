@@ -1,144 +1,110 @@
-"""Train on documents longer than memory: in pieces, with the state carried from one to the next.
+"""Time training steps on rows that are longer than memory: nanoseconds for each token, and memory.
 
-    python scripts/long_context.py               # gradients flow through the states between pieces
-    python scripts/long_context.py --detach      # gradients stop at the states between pieces
+    python scripts/long_context.py               # a small model, on a CPU as well
+    python scripts/long_context.py --row 24x2048x1 --vocabulary 65536 --dtype bfloat16 \\
+        --tokens 16384 131072 1048576 --piece 16384
 
-The backward pass computes each piece again, so that memory holds one piece and the states between
-pieces, however many pieces there are. Without --detach the gradients are the gradients of the whole
-document at once, which the script checks before it trains. It prints how much memory each way
-needs.
+The model reads a row in pieces, as `losses.in_pieces` and `train.py --piece` do: with exact
+gradients, for which the backward pass computes each piece again, and with gradients that stop at
+the states between pieces. A step has AdamW inside the jitted program, as in bench_model.py. Each
+line of the table is measured in a process of its own.
 """
 
 import argparse
-import functools
+import json
+import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parent))
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-from jaxtyping import PyTree
-
-from rwkv_jax._training import data
-from rwkv_jax._training.options import SIZES, positive
-from rwkv_jax.models import rwkv7
-
-
-def loss_of(
-    params: rwkv7.Params, tokens: jax.Array, *, pieces: int, detach: bool = False
-) -> jax.Array:
-    """The mean loss of predicting each of [B, T + 1] tokens but the first, in nats per byte.
-
-    The model reads the T tokens in `pieces` pieces. With `detach`, no gradient flows from a piece
-    to the pieces before it.
-    """
-    batch = tokens.shape[0]
-
-    def cut(x: jax.Array) -> jax.Array:
-        return jnp.moveaxis(x.reshape(batch, pieces, -1), 1, 0)
-
-    @jax.checkpoint
-    def piece(
-        state: rwkv7.State, tokens: tuple[jax.Array, jax.Array]
-    ) -> tuple[rwkv7.State, jax.Array]:
-        inputs, labels = tokens
-        if detach:
-            state = jax.lax.stop_gradient(state)
-        logits, state = rwkv7.apply(params, inputs, state)
-        return state, optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-    state = rwkv7.initial_state(params, batch)
-    _, losses = jax.lax.scan(piece, state, (cut(tokens[:, :-1]), cut(tokens[:, 1:])))
-    return losses.mean()
-
-
-def compiled_gradient(params: rwkv7.Params, tokens: jax.Array, pieces: int) -> jax.stages.Compiled:
-    """The program that computes the gradients of the parameters."""
-    gradient = jax.jit(jax.grad(functools.partial(loss_of, pieces=pieces)))
-    return gradient.lower(params, tokens).compile()
-
-
-def compare(params: rwkv7.Params, tokens: jax.Array, pieces: int) -> float:
-    """Print how much memory the gradients need, and return the relative difference between the
-    gradients in pieces and the gradients of the whole document."""
-    length = (tokens.shape[1] - 1) // pieces
-    programs = {
-        f"one piece of {length}": (1, tokens[:, : length + 1]),
-        f"{pieces} pieces": (pieces, tokens),
-        "the whole document": (1, tokens),
-    }
-    results = {}
-    for name, (count, part) in programs.items():
-        program = compiled_gradient(params, part, count)
-        memory = program.memory_analysis()
-        assert memory is not None
-        megabytes = memory.temp_size_in_bytes / 2**20
-        print(f"{name:24} {megabytes:8.1f} MB beside parameters and gradients")
-        results[name] = program(params, part)
-    _, in_pieces, whole = results.values()
-    return norm(jax.tree.map(jnp.subtract, in_pieces, whole)) / norm(whole)
-
-
-def norm(tree: PyTree[jax.Array]) -> float:
-    """The Euclidean norm of all arrays together."""
-    return sum(float(jnp.vdot(x, x)) for x in jax.tree.leaves(tree)) ** 0.5
+from bench_model import row_of
+from benchmarking import model_step
+from benchmarking.model_step import Figures, Row, Settings
+from benchmarking.processes import apart
+from benchmarking.report import Table
+from benchmarking.timing import reason_of
+from rwkv_jax._training import xla_flags
+from rwkv_jax._training.options import positive
+from rwkv_jax.models import Kernels
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train on long documents, piece by piece.")
+    parser = argparse.ArgumentParser(
+        description="Time training steps on rows that are longer than memory.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     add = parser.add_argument
-    add("--size", choices=SIZES, default="tiny", help="as train.py takes it")
-    add("--data", type=Path, help="as train.py takes it")
-    add("--pattern", default="*.py", help="as train.py takes it")
-    add("--pieces", type=positive, default=8, help="pieces of each document")
-    add("--piece", type=positive, default=128, help="bytes of each piece")
-    add("--batch", type=positive, default=2, help="documents in each step")
-    add("--steps", type=positive, default=20, help="optimizer steps")
-    add("--learning-rate", type=float, default=4e-3, help="learning rate")
-    add("--seed", type=int, default=0, help="seed of parameters and data order")
-    add("--detach", action="store_true", help="no gradients through the states between pieces")
-    return parser.parse_args(argv)
+    add("--row", type=row_of, default=Row(2, 64, 1), help="LAYERSxWIDTHxBATCH")
+    add("--tokens", type=positive, nargs="+", default=(512, 4096), help="tokens in each row")
+    add("--piece", type=positive, default=256, help="tokens of a row that are read at once")
+    add("--gradients", choices=("exact", "truncated"), nargs="+", default=("exact", "truncated"))
+    add("--vocabulary", type=positive, default=256, help="different tokens")
+    add("--dtype", default="float32", help="dtype of the activations")
+    add("--implementation", help="implementation of wkv7; the best one if not given")
+    add("--recompute", choices=("mixes", "cheap", "blocks"), help="as train.py takes it")
+    add("--steps", type=positive, default=1, help="steps that are timed together")
+    add("--repeats", type=positive, default=2, help="how often they are timed; the median counts")
+    add("--one-process", action="store_true", help="measure all in this process")
+    add("--json", type=Path, help="write every figure to this file")
+    args = parser.parse_args(argv)
+    if wrong := [x for x in args.tokens if x % args.piece]:
+        parser.error(f"--tokens has {wrong[0]}; accepted are multiples of --piece, {args.piece}")
+    return args
+
+
+def measure(args: argparse.Namespace, tokens: int, gradients: str) -> Figures:
+    """The figures of a step, or the reason why there are none."""
+    about = {"tokens": tokens, "gradients": gradients}
+    settings = Settings(
+        tokens=tokens,
+        vocabulary=args.vocabulary,
+        model={
+            "dtype": args.dtype,
+            "kernels": Kernels(args.implementation),
+            "recompute": args.recompute,
+        },
+        pieces={"piece": args.piece, "truncate": gradients == "truncated"},
+        steps=args.steps,
+        repeats=args.repeats,
+    )
+    try:
+        one = model_step.measure
+        (figures,) = one(args.row, settings) if args.one_process else apart(one, args.row, settings)
+    except Exception as failure:
+        return about | {"failure": reason_of(failure)}
+    return about | figures
+
+
+def cells(figures: Figures) -> list[str]:
+    if "failure" in figures:
+        return [figures["failure"]]
+    sizes = (figures[f"{name}_bytes"] for name in ("argument", "temporary", "peak"))
+    return [
+        f"{1e9 / figures['tokens_per_second']:,.0f}",
+        f"{figures['tokens_per_second']:,.0f}",
+        *("-" if size is None else f"{size / 1e9:.3f}" for size in sizes),
+        f"{figures['compile_s']:.1f}",
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    context = args.pieces * args.piece
-    text, _ = data.read(args.data, args.pattern)
-    data.check_size(text, context)
-
-    def documents(step: int) -> jax.Array:
-        batch = data.batch_at(step, text, seed=args.seed, batch=args.batch, context=context)
-        return jnp.asarray(batch)
-
-    params: PyTree[jax.Array] = rwkv7.init(jax.random.key(args.seed), SIZES[args.size])
-    difference = compare(params, documents(0), args.pieces)
-    print(f"gradients in pieces differ from those of the whole by {difference:.1e}")
-
-    optimizer = optax.adam(args.learning_rate)
-    loss = functools.partial(loss_of, pieces=args.pieces, detach=args.detach)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(
-        params: PyTree[jax.Array], moments: optax.OptState, tokens: jax.Array
-    ) -> tuple[PyTree[jax.Array], optax.OptState, jax.Array]:
-        value, gradients = jax.value_and_grad(loss)(params, tokens)
-        updates, moments = optimizer.update(gradients, moments, params)
-        return optax.apply_updates(params, updates), moments, value
-
-    moments, losses, start = optimizer.init(params), [], time.perf_counter()
-    for i in range(args.steps):
-        params, moments, value = step(params, moments, documents(i))
-        losses.append(float(value))
-    print(
-        f"{args.steps} steps on documents of {context:,} bytes: loss {losses[0]:.3f} to "
-        f"{np.mean(losses[-3:]):.3f} nats a byte, {time.perf_counter() - start:.0f} s"
-    )
-    return 0
+    xla_flags.add(xla_flags.CUBLAS)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")  # of the memory of a GPU
+    print(f"RWKV-7 {args.row}, {args.dtype}, pieces of {args.piece:,} tokens\n")
+    titles = ["ns a token", "tokens/s", "arguments GB", "temporaries GB", "peak GB", "compile s"]
+    table = Table("tokens, gradients", *titles, widths=(20, 10))
+    rows: list[Figures] = []
+    for tokens in args.tokens:
+        for gradients in args.gradients:
+            rows.append(figures := measure(args, tokens, gradients))
+            table.row(f"{tokens:,}, {gradients}", *cells(figures))
+    if args.json:
+        about = {name: str(value) for name, value in vars(args).items()}
+        args.json.write_text(json.dumps({"options": about, "rows": rows}, indent=1) + "\n")
+    return int(any("failure" in figures for figures in rows))
 
 
 if __name__ == "__main__":

@@ -84,6 +84,14 @@ def test_model(bench: Bench, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_long_context(bench: Bench) -> None:
+    given = ("--row=1x64x1", "--tokens=32", "--piece=16", "--repeats=1", "--one-process")
+    rows = bench("long_context", *given, says=("32, exact", "32, truncated", "peak GB"))
+    assert [(row["tokens"], row["gradients"]) for row in rows] == [(32, "exact"), (32, "truncated")]
+    assert all(row["tokens_per_second"] > 0 for row in rows)
+
+
+@pytest.mark.slow
 def test_decays_of_other_kinds(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.import_module("bench"), "copy_gb_s", lambda: 10.0)
     given = ("--op=wkv6", "--decay=log", "--shapes=1x65x1x16", "--implementations=xla")

@@ -124,6 +124,9 @@ def check(
     return found
 
 
+WEIGHTED = arrays(3, 7)
+WEIGHTED["mask"] = WEIGHTED["mask"] * np.linspace(0.2, 3, 21, dtype=np.float32).reshape(3, 7)
+
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": (arrays(3, 7), {}),
     "z_loss": (arrays(3, 7), {"z_loss": 0.02}),
@@ -135,6 +138,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bfloat16": (arrays(4, 16, dtype="bfloat16"), ALL_TERMS),
     "float16": (arrays(4, 16, dtype="float16"), ALL_TERMS),
     "weight": (arrays(5, 3, dtype="bfloat16", weight="bfloat16"), {}),
+    "weights of tokens": (WEIGHTED, ALL_TERMS),
+    "weights of tokens, none": (WEIGHTED, {"reduction": "none", **ALL_TERMS}),
     "one token": (arrays(), {}),
     "a row": (arrays(5), {}),
     "three axes": (arrays(2, 3, 5), {}),
@@ -428,7 +433,7 @@ BAD_TYPES = [
     ("hidden_states", np.zeros((3, 16)), "is float64; accepted are float32"),
     ("weight", np.zeros((37, 16), np.int32), "is int32; accepted are float32"),
     ("targets", np.zeros(3, np.float32), "is float32; accepted are integers"),
-    ("mask", np.zeros(3, np.int32), "is int32; accepted is bool"),
+    ("mask", np.zeros(3, np.int32), "is int32; accepted are bool and float32"),
 ]
 BAD_VALUES = [
     ("hidden_states", np.zeros((), np.float32), "has shape (); accepted is"),

@@ -1,12 +1,12 @@
-"""The training scripts. `train.py` learns, and an interrupted run resumes as if it had not been
-interrupted; `long_context.py` learns from documents in pieces as from whole documents."""
+"""Training: it learns, from rows in pieces as from whole rows, and an interrupted run resumes as if
+it had not been interrupted."""
 
 import functools
 import importlib
 import json
 import re
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -225,49 +225,18 @@ def test_ngrams_predict_what_they_counted(train: ModuleType) -> None:
     assert losses["bigram"] == pytest.approx(0, abs=0.01)
 
 
-@pytest.fixture
-def long_context() -> Iterator[ModuleType]:
-    with scripts.running("long_context") as module:
-        yield module
-
-
 @pytest.mark.slow
-def test_documents_in_pieces(
-    long_context: ModuleType,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The model learns, and the gradients of whole documents take little more memory than one
-    piece."""
-    (tmp_path / "text").write_bytes(TEXT)
-    config = rwkv7.Config(num_layers=1, hidden_size=64, head_size=32, vocab_size=256)
-    monkeypatch.setitem(long_context.SIZES, "tiny", config)
-    assert long_context.main([f"--data={tmp_path / 'text'}", "--piece=16", "--steps=4"]) == 0
-    output = capsys.readouterr().out
-    first, last = map(float, re.findall(r"loss (\S+) to (\S+) nats", output)[0])
-    assert last < first - 0.5
-    one, several, whole = map(float, re.findall(r"([\d.]+) MB", output))
-    assert 0 < several - one < (whole - one) / 4  # a GPU's libraries take memory of their own
-    (difference,) = re.findall(r"differ from those of the whole by (\S+)", output)
-    assert float(difference) < 1e-5
-
-
-@pytest.mark.slow
-def test_detached_pieces_do_not_learn_from_later_ones(long_context: ModuleType) -> None:
-    """The parameters are random, because states do not matter with the official initial parameters,
-    whose output is zero."""
-    config = rwkv7.Config(1, 16, 16, vocab_size=8)
-    params = random_like(shapes_of(rwkv7, config), 0.5)
-    tokens = jax.random.randint(jax.random.key(2), (1, 17), 0, 8)
-
-    def gradients(detach: bool) -> rwkv7.Params:
-        loss = functools.partial(long_context.loss_of, pieces=2, detach=detach)
-        return jax.jit(jax.grad(loss))(params, tokens)
-
-    whole, apart = gradients(False), gradients(True)
-    difference = jax.tree.map(np.subtract, whole, apart)
-    assert long_context.norm(difference) > 1e-2 * long_context.norm(whole)
+def test_rows_in_pieces(train: ModuleType, options: list[str], whole: Path, tmp_path: Path) -> None:
+    """Exact gradients are those of whole rows; truncated ones are others."""
+    exact, truncated = tmp_path / "exact", tmp_path / "truncated"
+    assert train.main([*options, f"--out={exact}", "--piece=4"]) == 0
+    assert train.main([*options, f"--out={truncated}", "--piece=4", "--truncate"]) == 0
+    log, other, expected = logs(exact, truncated, whole)
+    for name in ("train", "held_out"):
+        np.testing.assert_allclose(log[name], expected[name], rtol=1e-5)
+    # With the official initial parameters states do not matter in the first steps.
+    assert other["train"][0] == pytest.approx(expected["train"][0], rel=1e-5)
+    assert other["train"][-1] != pytest.approx(expected["train"][-1], rel=1e-5)
 
 
 @pytest.fixture

@@ -146,6 +146,9 @@ TOGETHER = [
     ("--resume --force", "not allowed with argument --resume"),
     ("--resume", "has no checkpoint; run without --resume"),
     ("--task=reverse", "--data and --task exclude each other"),
+    ("--truncate", "--truncate needs --piece"),
+    ("--piece=5", "--piece is 5 where --context is 16; accepted is a divisor"),
+    ("--piece=1 --mesh=seq=2", "seq=2 where --piece is 1; accepted is a divisor of it"),
     ("--task=reverse --longest=4 --context=8", "--context is 8; documents need 9 or more"),
 ]
 

@@ -17,7 +17,7 @@ from rwkv_jax._training import exchange
 from rwkv_jax._training.copies import in_place, rounded
 from rwkv_jax._training.data import Batch
 from rwkv_jax._training.parts import ALL, Parts, labels
-from rwkv_jax.losses import cross_entropy
+from rwkv_jax.losses import cross_entropy, in_pieces
 from rwkv_jax.models import Kernels, rwkv7
 from rwkv_jax.sharding import shard
 from rwkv_jax.wkv7 import wkv7
@@ -35,6 +35,8 @@ class Model(NamedTuple):
       recompute: what the backward pass computes again.
       shapes: the shapes of its parameters and of what is trained beside them.
       labels: which of these are trained, for `finetuning.split`.
+      piece: how many tokens of a row are read at once; all of them if None.
+      truncate: whether gradients stop at the states between pieces.
     """
 
     module: ModuleType
@@ -45,6 +47,8 @@ class Model(NamedTuple):
     recompute: rwkv7.Recompute | None
     shapes: Parts
     labels: Parts
+    piece: int | None
+    truncate: bool
 
     @property
     def generation(self) -> str:
@@ -76,10 +80,11 @@ class Model(NamedTuple):
     @property
     def exchanges(self) -> bool:
         """Whether devices exchange parameters and gradients as `training.exchange` has it: where
-        all parameters of RWKV-7 are trained, and nothing beside them."""
-        frozen = self.split(self.shapes)[1]
-        alone = self.shapes.adapter is None and self.shapes.states is None
-        return self.mesh.size > 1 and self.module is rwkv7 and alone and not jax.tree.leaves(frozen)
+        all parameters of RWKV-7 are trained, and nothing beside them, on whole rows."""
+        if self.mesh.size == 1 or self.module is not rwkv7 or self.piece:
+            return False
+        beside = self.shapes.adapter, self.shapes.states, self.split(self.shapes)[1]
+        return not jax.tree.leaves(beside)
 
 
 def make_model(
@@ -91,6 +96,8 @@ def make_model(
     recompute: rwkv7.Recompute | None = None,
     module: ModuleType = rwkv7,
     parts: tuple[Parts, Parts] | None = None,
+    piece: int | None = None,
+    truncate: bool = False,
 ) -> Model:
     """The model with the kernels for its mesh. `parts` are arrays, or their shapes, and labels; if
     None, the model is a new one, all of which is trained."""
@@ -102,7 +109,7 @@ def make_model(
         new = Parts(jax.eval_shape(lambda: module.init(jax.random.key(0), config)))
         parts = new, labels(new, ALL)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), parts[0])
-    return Model(module, config, mesh, dtype, kernels, recompute, shapes, parts[1])
+    return Model(module, config, mesh, dtype, kernels, recompute, shapes, parts[1], piece, truncate)
 
 
 def mean_loss(
@@ -132,6 +139,21 @@ def mean_loss(
             )
     own = parts._replace(params=base).effective(_dropout_key(batch) if training else None)
     state = parts.initial_state(len(batch.tokens), model.dtype)
+    if model.piece:
+        loss, _ = in_pieces(
+            own,
+            jnp.concatenate([batch.tokens, batch.targets[:, -1:]], axis=1),
+            state,
+            piece=model.piece,
+            truncate=model.truncate,
+            segment_ids=batch.segment_ids,
+            mask=batch.mask,
+            dtype=model.dtype,
+            kernels=model.kernels,
+            recompute=model.recompute,
+            l2_wrap=l2_wrap,
+        )
+        return loss
     hidden_states, _ = _hidden_states(model, own, batch, model.kernels, state)
     head = own.head.wide()
     return cross_entropy(hidden_states, head, batch.targets, mask=batch.mask, l2_wrap=l2_wrap)

@@ -109,6 +109,34 @@ def mesh_sizes(text: str) -> dict[str, int]:
     return sizes
 
 
+def add_pieces(parser: argparse.ArgumentParser) -> None:
+    """Options of rows that are longer than memory."""
+    add = parser.add_argument
+    add(
+        "--piece",
+        type=positive,
+        help="read so many tokens of a row at once, with the state from one piece to the next, so "
+        "that memory does not grow with --context",
+    )
+    add(
+        "--truncate",
+        action="store_true",
+        default=None,  # as in checkpoints of runs that had no such option
+        help="no gradients through the states between pieces",
+    )
+
+
+def check_pieces(args: argparse.Namespace) -> str | None:
+    """What is wrong with these options, if anything is."""
+    if args.truncate and not args.piece:
+        return "--truncate needs --piece"
+    if args.piece and args.context % args.piece:
+        return f"--piece is {args.piece} where --context is {args.context}; accepted is a divisor"
+    if args.piece and args.piece % (parts := (args.mesh or {}).get("seq", 1)):
+        return f"--mesh has seq={parts} where --piece is {args.piece}; accepted is a divisor of it"
+    return None
+
+
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """The model and its tokenizer."""
     add = parser.add_argument_group("model").add_argument
@@ -249,6 +277,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="save memory: the backward pass computes again the mixes of tokens, what is cheap, or "
         "whole blocks",
     )
+    add_pieces(parser)
     add(
         "--learning-rate",
         type=not_negative,
@@ -351,6 +380,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.learning_rate is None:
         finetunes = 1e-5 if patterns(args.train) else 2e-4
         args.learning_rate = finetunes if args.model else 4e-3
+    if wrong := check_pieces(args):
+        parser.error(wrong)
     several = (args.coordinator, args.processes, args.process)
     if several not in ((None, None, None), (None, 1, None)):
         if None in several:

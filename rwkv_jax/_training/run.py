@@ -68,6 +68,8 @@ def prepare(args: argparse.Namespace) -> tuple[language_model.Model, Parts | Non
         recompute=args.recompute,
         module=found.module if found else rwkv7,
         parts=loaded,
+        piece=args.piece,
+        truncate=bool(args.truncate),
     )
     return model, loaded[0] if loaded else None
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from rwkv_jax._operator import check
 from rwkv_jax._operator.partition import axis_names
@@ -22,8 +23,8 @@ def operands(op: str, hidden_states: Any, weight: Any, targets: Any, mask: Any) 
     for name in ("hidden_states", "weight"):
         check.dtype(op, name, given[name])
     targets = check.integers(op, "targets", targets)
-    if mask is not None and mask.dtype != bool:
-        raise TypeError(f"{op}: mask is {mask.dtype}; accepted is bool")
+    if mask is not None and mask.dtype not in (bool, jnp.float32):
+        raise TypeError(f"{op}: mask is {mask.dtype}; accepted are bool and float32")
     if hidden_states.ndim == 0:
         raise ValueError(f"{op}: hidden_states has shape (); accepted is [..., C]")
     if weight.ndim != 2 or weight.shape[0] == 0:
@@ -45,6 +46,13 @@ def operands(op: str, hidden_states: Any, weight: Any, targets: Any, mask: Any) 
     if mask is None:
         mask = jnp.ones(targets.shape, bool)
     return Operands(*map(jnp.asarray, (hidden_states, weight, targets, mask)))
+
+
+def count(mask: Any, tokens: int) -> Array:
+    """What the mean over `tokens` tokens divides by: how many of them count, or the sum of their
+    weights; 1 if that is 0."""
+    found = jnp.asarray(tokens) if mask is None else jnp.sum(jax.lax.stop_gradient(mask))
+    return jnp.where(found > 0, found, 1).astype(jnp.float32)
 
 
 def options(

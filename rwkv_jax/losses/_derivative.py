@@ -33,12 +33,12 @@ exchange a few numbers for each token, and sums of losses and of gradients."""
 
 
 class Operands(NamedTuple):
-    """The arrays of a call. `mask` says which tokens count."""
+    """The arrays of a call. `mask` says which tokens count, or how much each of them does."""
 
     hidden_states: Float[Array, "*shape C"]
     weight: Float[Array, "vocabulary C"]
     targets: Integer[Array, "*shape"]
-    mask: Bool[Array, "*shape"]
+    mask: Bool[Array, "*shape"] | Float32[Array, "*shape"]
 
 
 def losses(options: Options, axis: Axis, operands: Operands) -> Float32[Array, "*shape"]:
@@ -112,7 +112,8 @@ class _Loss(Computation):
         if self.what == "gradients":
             operands, cotangents, statistics = operands
             tokens, weight = _taken_apart(operands)
-            tokens = tokens._replace(scale=jnp.where(tokens.scale == 0, 0.0, cotangents))
+            scale = jnp.where(tokens.scale == 0, 0.0, tokens.scale * cotangents)
+            tokens = tokens._replace(scale=scale)
             return _chunks.gradients(options, axis, tokens, weight, statistics)
         tokens, weight = _taken_apart(operands)
         if self.what == "total and gradients":
@@ -215,5 +216,5 @@ _NONE: tuple[Any, Any] = (None, None)
 def _taken_apart(operands: Operands) -> tuple[Tokens, Array]:
     hidden_states, weight, targets, mask = operands
     # NaN would stay NaN in the gradient of the weight, even multiplied by 0.
-    hidden_states = jnp.where(mask[..., None], hidden_states, 0.0)
+    hidden_states = jnp.where(mask.astype(bool)[..., None], hidden_states, 0.0)
     return Tokens(hidden_states, targets, mask.astype(jnp.float32)), weight

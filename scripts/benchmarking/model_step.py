@@ -20,7 +20,7 @@ from benchmarking.timing import seconds
 from rwkv_jax._training import copies
 from rwkv_jax._training.clipping import clipped
 from rwkv_jax._training.sizes import flops_per_token
-from rwkv_jax.losses import cross_entropy
+from rwkv_jax.losses import cross_entropy, in_pieces
 from rwkv_jax.models import rwkv7
 
 Figures: TypeAlias = dict[str, Any]
@@ -49,6 +49,7 @@ class Settings:
       vocabulary: the number of different tokens.
       model: the arguments of the model by name: `dtype`, `kernels` and any other one.
       l2_wrap: the factor of the L2 wrap of RWKV-LM, which is 1e-4 there; 0 leaves it out.
+      pieces: the arguments `piece` and `truncate` of `losses.in_pieces`; None for whole rows.
       steps: how many steps are timed together.
       repeats: how often they are timed. The median counts.
       peak: operations that the device could do in a second.
@@ -61,6 +62,7 @@ class Settings:
     vocabulary: int
     model: Mapping[str, Any]
     l2_wrap: float = 0.0
+    pieces: Mapping[str, Any] | None = None
     steps: int = 10
     repeats: int = 3
     peak: float = 989e12
@@ -70,13 +72,20 @@ class Settings:
 
 
 def mean_loss(
-    params: rwkv7.Params, tokens: Array, model: Mapping[str, Any], l2_wrap: float = 0.0
+    params: rwkv7.Params,
+    tokens: Array,
+    model: Mapping[str, Any],
+    l2_wrap: float = 0.0,
+    pieces: Mapping[str, Any] | None = None,
 ) -> Array:
-    """The mean cross entropy, in nats, of all tokens [B, T + 1] but the first of each row.
+    """The mean cross entropy, in nats, of all tokens [B, T + 1] but the first of each row. `pieces`
+    are arguments of `losses.in_pieces`.
 
     The L2 wrap changes gradients alone: the gradient of the largest logit of each token grows by
     `l2_wrap` / (B * T) times that logit.
     """
+    if pieces:
+        return in_pieces(params, tokens, l2_wrap=l2_wrap, **pieces, **model)[0]
     hidden_states, _ = rwkv7.hidden_states(params, tokens[:, :-1], **model)
     return cross_entropy(hidden_states, params.head.weight, tokens[:, 1:], l2_wrap=l2_wrap)
 
@@ -144,6 +153,7 @@ def training_step(
     model: Mapping[str, Any],
     l2_wrap: float,
     change: Callable[[rwkv7.Params], rwkv7.Params] | None = None,
+    pieces: Mapping[str, Any] | None = None,
 ) -> Callable[[State, Array], tuple[State, Array]]:
     """A function of a `State` and of tokens [B, T + 1]. It returns the next state, and the mean
     loss before the change. With `change`, the loss is that of changed parameters."""
@@ -151,7 +161,7 @@ def training_step(
     def step(state: State, tokens: Array) -> tuple[State, Array]:
         def loss(params: rwkv7.Params) -> Array:
             own = copies.in_place(params if change is None else change(params), state.copies)
-            return mean_loss(own, tokens, model, l2_wrap)
+            return mean_loss(own, tokens, model, l2_wrap, pieces)
 
         loss_before, gradients = jax.value_and_grad(loss)(state.params)
         params, moments = optimizer.update(gradients, state.optimizer, state.params)
@@ -205,7 +215,8 @@ def measure(row: Row, settings: Settings) -> list[Figures]:
     state_of = functools.partial(initial_state, optimizer, settings.model)
     state_shapes = jax.eval_shape(state_of, shapes)
     token_shapes = jax.eval_shape(lambda: make_tokens(settings, row.batch))
-    step = jax.jit(training_step(optimizer, settings.model, settings.l2_wrap), donate_argnums=0)
+    step = training_step(optimizer, settings.model, settings.l2_wrap, pieces=settings.pieces)
+    step = jax.jit(step, donate_argnums=0)
     about = {**row._asdict(), "device": jax.devices()[0].device_kind, "jax": jax.__version__}
 
     training, compiled = _compiled(step, state_shapes, token_shapes)
