@@ -319,7 +319,7 @@ def test_compared_steps_are_those_of_train(monkeypatch: pytest.MonkeyPatch, chec
     state = steps.initial_state(model, optimizer, shapes, seed=0, params=params)
     step, found = steps.train_step(model, optimizer, shapes, 0.0), []
     for x in compare.batches(args):
-        state, loss = step(state, train.data.Batch(x))
-        found.append(float(loss))
+        state, measures = step(state, train.data.Batch(x))
+        found.append(float(measures.loss))
     assert losses == pytest.approx(found, abs=1e-5)
     assert losses[-1] < losses[0]

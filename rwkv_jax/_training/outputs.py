@@ -12,8 +12,11 @@ from typing import IO
 from rwkv_jax._training import checkpoints
 from rwkv_jax._training.processes import by_first
 
-MODEL, LOG, PLOT = "model.safetensors", "log.json", "loss.png"
+MODEL, AVERAGE, LOG, PLOT = "model.safetensors", "ema.safetensors", "log.json", "loss.png"
 """Files of a finished run."""
+
+METRICS = "metrics.jsonl"
+"""A file of a run from its begin on."""
 
 
 @contextlib.contextmanager
@@ -31,7 +34,7 @@ def reserved(args: argparse.Namespace) -> Iterator[int]:
                 args.out.mkdir(parents=True, exist_ok=True)
                 _lock(lock.enter_context(open(args.out / "lock", "a")), args.out)
                 tempfile.TemporaryFile(dir=args.out).close()
-                for name in _present(args.out):
+                for name in _present(args.out, METRICS):
                     open(args.out / name, "r+b").close()
             if args.resume:
                 return checkpoints.newest(args.out)
@@ -61,9 +64,9 @@ def _lock(file: IO[str], folder: Path) -> None:
         print(f"--out {folder} has no lock ({error}); start no other run in it", file=sys.stderr)
 
 
-def _present(folder: Path) -> list[str]:
-    """The files of a finished run in the folder."""
-    return [name for name in (MODEL, LOG, PLOT) if (folder / name).exists()]
+def _present(folder: Path, *more: str) -> list[str]:
+    """The files of a finished run in the folder, and those of `more`."""
+    return [name for name in (MODEL, AVERAGE, LOG, PLOT, *more) if (folder / name).exists()]
 
 
 def _check_empty(folder: Path) -> None:

@@ -38,6 +38,8 @@ def plot(path: Path, log: Log) -> None:
         range(1, len(log["train"]) + 1), log["train"], lw=0.5, alpha=0.6, label="RWKV-7, training"
     )
     axes.plot(*zip(*log["held_out"], strict=True), "o-", label="RWKV-7, held out")
+    if log["averaged"]:
+        axes.plot(*zip(*log["averaged"], strict=True), "o-", label="average, held out")
     for (name, loss), style in zip(log["ngrams"].items(), (":", "--"), strict=False):
         axes.axhline(loss, color="gray", ls=style, label=f"{name}, held out")
     axes.set(xlabel="step", ylabel="loss (nats per byte)", ylim=(0, None))
@@ -46,10 +48,13 @@ def plot(path: Path, log: Log) -> None:
     pyplot.close(figure)
 
 
-def table(log: Log) -> str:
-    """The held-out losses of the model and of the n-gram models."""
+def table(log: Log, step: int) -> str:
+    """The held-out losses of the model after a step, of the average of its parameters, and of the
+    n-gram models."""
     lines = [f"{'held-out loss':14} nats/byte  bits/byte"]
-    for name, loss in (log["ngrams"] | {"RWKV-7": log["held_out"][-1][1]}).items():
+    ours = {"RWKV-7": log["held_out"], "average": log["averaged"]}
+    losses = log["ngrams"] | {name: dict(x)[step] for name, x in ours.items() if x}
+    for name, loss in losses.items():
         lines.append(f"{name:14} {loss:9.3f}  {loss / math.log(2):9.3f}")
     return "\n".join(lines)
 

@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -80,24 +81,25 @@ def run(args: argparse.Namespace, saved: int, start: clocks.Start) -> int:
         sys.exit(f"--implementation: {error}")
     if results is None:
         return 130
-    log, params = results
-    # Each process has the whole arrays, of which it decodes and saves a copy on one device.
-    whole = devices.gathered(params, model.mesh)
-    params = jax.tree.map(lambda x: x.addressable_data(0), whole)
-    file, first = args.out / outputs.MODEL, jax.process_index() == 0
+    log, file, first = results.log, args.out / outputs.MODEL, jax.process_index() == 0
+    params, average = (_on_one_device(x, model.mesh) for x in (results.params, results.average))
     if first:
         with outputs.written(args.out):
             models.save(file, params)
-    print(f"\n{report.table(log)}")
-    results = {"options": recorded, **log}
+            if average is None:
+                (args.out / outputs.AVERAGE).unlink(missing_ok=True)
+            else:
+                models.save(args.out / outputs.AVERAGE, average)
+    print(f"\n{report.table(log, results.step)}")
+    shown = {"options": recorded, **log}
     if isinstance(source, tasks.Examples):
-        results["exact"] = source.exact(report.answering(args, params), args.judge)
-        learned = report.exact_table(results["exact"], args.judge)
+        shown["exact"] = source.exact(report.answering(args, params), args.judge)
+        learned = report.exact_table(shown["exact"], args.judge)
     else:
         learned = f"sample, decoded one byte at a time:\n{report.sample(args, params)}"
     if first:
         with outputs.written(args.out):
-            (args.out / outputs.LOG).write_text(json.dumps(results, indent=1))
+            (args.out / outputs.LOG).write_text(json.dumps(shown, indent=1))
             report.plot(args.out / outputs.PLOT, log)
     print(f"\n{learned}\n\nWrote {file.name}, a checkpoint, log.json and loss.png to {args.out}")
     prompt = shlex.quote(args.prompt)
@@ -105,3 +107,8 @@ def run(args: argparse.Namespace, saved: int, start: clocks.Start) -> int:
     sampling = "--temperature 0" if args.task else "--presence 0 --frequency 0"
     print(f"Continue a text: python -m rwkv_jax generate {file} --prompt {prompt} {sampling}")
     return 0
+
+
+def _on_one_device(params: Any, mesh: jax.sharding.Mesh) -> Any:
+    """A copy of the whole arrays, which each process has, to decode with it and to save it."""
+    return jax.tree.map(lambda x: x.addressable_data(0), devices.gathered(params, mesh))

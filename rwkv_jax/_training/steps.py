@@ -12,11 +12,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from rwkv_jax._training import copies
+from rwkv_jax._training.accumulation import accumulated
 from rwkv_jax._training.clocks import Start
 from rwkv_jax._training.data import Batch
 from rwkv_jax._training.devices import place
 from rwkv_jax._training.language_model import Model, mean_loss
-from rwkv_jax._training.optimizer import updated
+from rwkv_jax._training.optimizer import measured, updated
 from rwkv_jax.models import rwkv7
 
 
@@ -33,6 +34,15 @@ class State(NamedTuple):
     params: rwkv7.Params
     optimizer: optax.OptState
     copies: Any
+
+
+class Measures(NamedTuple):
+    """What a step measures, each a float32 scalar: the mean loss before the step, in nats, the norm
+    of its gradients before they are clipped, and its learning rate."""
+
+    loss: jax.Array
+    gradient_norm: jax.Array
+    learning_rate: jax.Array
 
 
 def state_of(model: Model, params: rwkv7.Params, optimizer: optax.OptState) -> State:
@@ -108,23 +118,28 @@ def restored(model: Model, shapes: State, arrays: dict[str, jax.Array]) -> State
 
 
 def train_step(
-    model: Model, optimizer: optax.GradientTransformation, shapes: State, l2_wrap: float
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    shapes: State,
+    l2_wrap: float,
+    parts: int = 1,
 ) -> Any:
     """The jitted training step: from a state and a batch to the next state, which is where `shapes`
-    say, and the mean loss before the change. The arrays of the given state are deleted."""
+    say, and what it measures. It computes so many parts of the batch one after another. The arrays
+    of the given state are deleted."""
 
-    def step(state: State, batch: Batch) -> tuple[State, jax.Array]:
-        def loss(params: rwkv7.Params) -> jax.Array:
+    def step(state: State, batch: Batch) -> tuple[State, Measures]:
+        def loss(params: rwkv7.Params, batch: Batch) -> jax.Array:
             return mean_loss(model, params, batch, copies=state.copies, l2_wrap=l2_wrap)
 
-        loss_before, gradients = jax.value_and_grad(loss)(state.params)
+        loss_before, gradients = accumulated(loss, state.params, batch, parts)
         params, moments = updated(optimizer, gradients, state.optimizer, state.params)
-        return state_of(model, params, moments), loss_before
+        return state_of(model, params, moments), Measures(loss_before, *measured(moments))
 
     return jax.jit(step, donate_argnums=0, out_shardings=(_places(shapes), None))
 
 
-Step: TypeAlias = Callable[[State, Batch], tuple[State, jax.Array]]
+Step: TypeAlias = Callable[[State, Batch], tuple[State, Measures]]
 
 
 def compiled_step(
@@ -133,10 +148,11 @@ def compiled_step(
     shapes: State,
     batch: Batch,
     l2_wrap: float,
+    parts: int,
     start: Start,
 ) -> Future[Step]:
     """`train_step` for batches like `batch`, which a thread compiles."""
-    traced = train_step(model, optimizer, shapes, l2_wrap).trace(shapes, batch)
+    traced = train_step(model, optimizer, shapes, l2_wrap, parts).trace(shapes, batch)
     start.part("trace")
     lowered = traced.lower()
     start.part("lower")
