@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -190,7 +190,8 @@ def _checkpointer() -> Iterator[ocp.Checkpointer]:
     """One that saves before it returns. The threads of `ocp.StandardCheckpointer` keep a process
     alive for minutes after an error.
 
-    An error is raised, and not also printed with the tracebacks of all threads.
+    An error is raised, and not also printed with the tracebacks of all threads, some of which end
+    later than this context.
     """
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
     for name in ("absl", "asyncio"):
@@ -198,8 +199,16 @@ def _checkpointer() -> Iterator[ocp.Checkpointer]:
     try:
         with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
             yield checkpointer
-    finally:
+    except BaseException:
+        sys.unraisablehook = functools.partial(_without_closed_loops, hook)
+        raise
+    else:
         sys.unraisablehook = hook
+
+
+def _without_closed_loops(hook: Callable[[Any], object], unraisable: Any) -> None:
+    if str(unraisable.exc_value) != "Event loop is closed":
+        hook(unraisable)
 
 
 def _sums(folder: Path) -> str:

@@ -52,6 +52,11 @@ class Source(Protocol):
         """A number that tells files apart, or None where no files are read."""
         ...
 
+    @property
+    def tokens(self) -> int | None:
+        """How many tokens there are to train on, or None without an end."""
+        ...
+
     def batch(self, step: int) -> Batch:
         """The rows of a step, from 0 on."""
         ...
@@ -70,6 +75,7 @@ class Text:
         self.held_out = Batch(rows)
         self.ngrams = ngram_losses(self._text, rows)
         self.checksum = zlib.crc32(self._text.tobytes())
+        self.tokens = len(self._text)
 
     def __str__(self) -> str:
         held_out = self.held_out.tokens[:, 1:].size

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import importlib
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from rwkv_jax import models
 from rwkv_jax._training.checkpoints import Options
 from rwkv_jax._training.compilation import default_cache
 from rwkv_jax._training.devices import AXES
+from rwkv_jax._training.option_files import OPTION, with_file
 from rwkv_jax._training.tasks import TASKS
 from rwkv_jax.generation import Sampling
 from rwkv_jax.models import rwkv7
@@ -170,13 +172,18 @@ def add_keeping_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tensorboard", action="store_true", help="write the metrics for TensorBoard as well")
 
 
-def check_parts(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+def check_habits(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     rows = (args.mesh or {}).get("data", 1) * args.accumulate
     if args.accumulate > 1 and args.batch % rows:
         parser.error(
             f"--accumulate is {args.accumulate} where --batch is {args.batch}; --accumulate times "
             "data of --mesh has to divide --batch"
         )
+    if args.tensorboard:
+        try:
+            importlib.import_module("tensorboardX")
+        except ImportError as error:
+            parser.error(f"--tensorboard needs the package tensorboardX: {error}")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -282,12 +289,25 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         type=above_zero,
         help="peak TFLOP/s of a device, to print how much is used",
     )
+    add(
+        OPTION,
+        type=path,
+        metavar="FILE",
+        help="TOML file of options, such as learning-rate = 1e-3; those of the command line count "
+        "more",
+    )
+    add(
+        "--dry-run",
+        action="store_true",
+        help="print the sizes of the run, its memory and an estimate of its speed, and end",
+    )
+    argv = with_file(parser, sys.argv[1:] if argv is None else argv)
     task = argparse.ArgumentParser(add_help=False)
     task.add_argument("--task", choices=TASKS)
     if name := task.parse_known_args(argv)[0].task:
         parser.set_defaults(**TASKS[name].options)
     args = parser.parse_args(argv)
-    check_parts(parser, args)
+    check_habits(parser, args)
     if args.task and args.data:
         parser.error("--data and --task exclude each other")
     if args.model and (

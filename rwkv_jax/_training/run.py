@@ -16,6 +16,7 @@ from rwkv_jax._training import (
     compilation,
     data,
     devices,
+    dry_run,
     language_model,
     loop,
     options,
@@ -33,12 +34,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = options.parse(argv)
     # On a GPU XLA may otherwise choose other kernels in a run that is resumed.
     xla_flags.add(xla_flags.CUBLAS, xla_flags.DETERMINISTIC)
-    compilation.use_cache(args.cache)
+    compilation.use_cache(None if args.dry_run else args.cache)
     start.part("import")
     if args.coordinator:
         jax.distributed.initialize(args.coordinator, args.processes, args.process)
     shown = sys.stdout if jax.process_index() == 0 else None
-    with contextlib.redirect_stdout(shown), outputs.reserved(args) as saved:
+    reserved = contextlib.nullcontext(0) if args.dry_run else outputs.reserved(args)
+    with contextlib.redirect_stdout(shown), reserved as saved:
         return run(args, saved, start)
 
 
@@ -70,10 +72,12 @@ def run(args: argparse.Namespace, saved: int, start: clocks.Start) -> int:
     parameters = sizes.size(model.shapes())
     print(f"RWKV-7 of {parameters:,} parameters on {devices.describe(model.mesh)}, {args.dtype}")
     print(source)
-    if args.cache:
-        print(f"Compiled programs are kept in {args.cache}")
-
     try:
+        if args.dry_run:
+            print(dry_run.describe(args, model, source))
+            return 0
+        if args.cache:
+            print(f"Compiled programs are kept in {args.cache}")
         results = loop.train(args, model, source, recorded, start, saved=saved, params=params)
     except NotImplementedError as error:
         if not args.implementation:
@@ -101,7 +105,9 @@ def run(args: argparse.Namespace, saved: int, start: clocks.Start) -> int:
         with outputs.written(args.out):
             (args.out / outputs.LOG).write_text(json.dumps(shown, indent=1))
             report.plot(args.out / outputs.PLOT, log)
-    print(f"\n{learned}\n\nWrote {file.name}, a checkpoint, log.json and loss.png to {args.out}")
+    names = [file.name, *([outputs.AVERAGE] if average else []), "a checkpoint", outputs.METRICS]
+    written = ", ".join([*names, f"{outputs.LOG} and {outputs.PLOT}"])
+    print(f"\n{learned}\n\nWrote {written} to {args.out}")
     prompt = shlex.quote(args.prompt)
     # Bytes of a text recur all the time, unlike the tokens that the usual penalties are meant for.
     sampling = "--temperature 0" if args.task else "--presence 0 --frequency 0"
