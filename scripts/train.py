@@ -7,10 +7,13 @@
     python scripts/train.py --model FILE         # go on from the parameters of a checkpoint
     python scripts/train.py --mesh data=2,seq=4  # on 8 devices
     python scripts/train.py --task reverse       # exact recall: up to 60 digits, in reverse
+    python scripts/train.py --options run.toml   # options from a file, in TOML
+    python scripts/train.py --dry-run            # sizes, memory and an estimate of the speed
 
-Writes model.safetensors (the parameters), log.json, loss.png and the last two checkpoints to --out.
-A checkpoint has every array by its name, the options and the log, and checksums of its files. A
-resumed run skips damaged checkpoints. One run at a time writes to a folder.
+Writes model.safetensors (the parameters), metrics.jsonl (a line for each step), log.json, loss.png
+and the last two checkpoints to --out. A checkpoint has every array by its name, the options and the
+log, and checksums of its files. A resumed run skips damaged checkpoints. One run at a time writes
+to a folder.
 
 The axes of --mesh are data (rows of the batch; also parts of parameters and optimizer state), model
 (heads, inner channels and the vocabulary) and seq (consecutive parts of the context), the last one

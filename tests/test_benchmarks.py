@@ -314,7 +314,8 @@ def test_compared_steps_are_those_of_train(monkeypatch: pytest.MonkeyPatch, chec
     params = jax.tree.map(lambda x: x.astype("bfloat16").astype("float32"), params)
     mesh = train.devices.make_mesh(None, config, batch=args.batch, context=args.context)
     model = train.language_model.make_model(config, mesh, dtype="float32", implementation=None)
-    optimizer = train.loop.make_optimizer(args)
+    rate = f"--learning-rate={args.learning_rate}"
+    optimizer = train.loop.make_optimizer(train.options.parse(["--steps=4", "--warmup=2", rate]))
     shapes = steps.state_shapes(model, optimizer)
     state = steps.initial_state(model, optimizer, shapes, seed=0, params=params)
     step, found = steps.train_step(model, optimizer, shapes, 0.0), []

@@ -57,6 +57,6 @@ def _size(count: int) -> str:
     return f"{count / 1e9:.3f} GB" if count >= 1e7 else f"{count / 1e6:.3f} MB"
 
 
-def _present(device: jax.Device) -> str:
+def _present(device: Any) -> str:
     limit = (device.memory_stats() or {}).get("bytes_limit")
     return f", of {_size(limit)}" if limit else ""

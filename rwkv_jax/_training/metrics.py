@@ -1,6 +1,7 @@
 """The metrics of a run, as lines of JSON and for TensorBoard."""
 
 import contextlib
+import importlib
 import json
 import shutil
 import time
@@ -89,8 +90,6 @@ def _lines(file: BinaryIO) -> Iterator[tuple[int, float, int]]:
 
 
 def _event_writer(folder: Path, saved: int) -> Any:
-    from tensorboardX import SummaryWriter
-
     if not saved:
         shutil.rmtree(folder, ignore_errors=True)
-    return SummaryWriter(str(folder), purge_step=saved + 1)
+    return importlib.import_module("tensorboardX").SummaryWriter(str(folder), purge_step=saved + 1)

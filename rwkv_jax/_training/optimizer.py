@@ -23,14 +23,14 @@ class Clipped(NamedTuple):
 class Scaled(NamedTuple):
     """The state of the learning rate: the number of steps so far, and the rate of the last one."""
 
-    count: Array
+    steps: Array
     learning_rate: Array
 
 
 class Averaged(NamedTuple):
     """The number of steps so far, and the average of the parameters after each of them."""
 
-    count: Array
+    steps: Array
     average: Any
 
 
@@ -59,7 +59,7 @@ def _clipping(limit: float, *, joined: bool) -> optax.GradientTransformation:
     def init(params: Any) -> Clipped:
         return Clipped(jnp.zeros((), jnp.float32))
 
-    def update(updates: Any, state: Clipped, params: Any = None) -> tuple[Any, Clipped]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         if joined:
             updates, norm = clipped(updates, limit)
         else:
@@ -81,10 +81,10 @@ def _scaling(schedule: optax.Schedule) -> optax.GradientTransformation:
     def init(params: Any) -> Scaled:
         return Scaled(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32))
 
-    def update(updates: Any, state: Scaled, params: Any = None) -> tuple[Any, Scaled]:
-        rate = jnp.asarray(schedule(state.count), jnp.float32)
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        rate = jnp.asarray(schedule(state.steps), jnp.float32)
         updates = jax.tree.map(lambda x: -rate * x, updates)
-        return updates, Scaled(optax.safe_increment(state.count), rate)
+        return updates, Scaled(state.steps + 1, rate)
 
     return optax.GradientTransformation(init, update)
 
@@ -100,11 +100,11 @@ def _averaging(decay: float) -> optax.GradientTransformation:
     def init(params: Any) -> Averaged:
         return Averaged(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
 
-    def update(updates: Any, state: Averaged, params: Any = None) -> tuple[Any, Averaged]:
-        count = optax.safe_increment(state.count)
-        newest = math.expm1(log) / jnp.expm1(log * count.astype(jnp.float32))
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        steps = state.steps + 1
+        newest = math.expm1(log) / jnp.expm1(log * steps.astype(jnp.float32))
         params = optax.apply_updates(params, updates)
-        return updates, Averaged(count, optax.incremental_update(params, state.average, newest))
+        return updates, Averaged(steps, optax.incremental_update(params, state.average, newest))
 
     return optax.GradientTransformation(init, update)
 

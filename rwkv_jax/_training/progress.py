@@ -56,25 +56,24 @@ class Progress:
         """Read what all steps have measured but the last ones, which may be so many. The program
         exits where that is no number, before a checkpoint replaces a better one."""
         while len(self._in_flight) > but:
-            measures = Measures(*map(float, self._in_flight.popleft()))
+            loss, norm, learning_rate = map(float, self._in_flight.popleft())
             step = len(self.log["train"]) + 1
-            self._require_number(step, "loss", measures.loss)
-            self._require_number(step, "norm of the gradients", measures.gradient_norm)
-            self.log["train"].append(measures.loss)
+            self._require_number(step, "loss", loss)
+            self._require_number(step, "norm of the gradients", norm)
+            self.log["train"].append(loss)
             self._show()
-            rate = {}
+            values = {"loss": loss, "gradient_norm": norm, "learning_rate": learning_rate}
             if (known := step - self._saved) == 1:
                 self._start.part("first step")
                 self.clock.go()
             else:
                 now = self.clock.seconds
-                rate["tokens_per_second"] = self._tokens / (now - self._lap)
+                values["tokens_per_second"] = self._tokens / (now - self._lap)
                 self._lap = now
             if known == 2:
                 self._start.part("second step")
                 if not self._bar.disable:
                     self._bar.write(str(self._start))
-            values = measures._asdict() | rate
             self._metrics.add(step, **values, seconds=self._metrics.seconds)
 
     def evaluated(self, loss: float, averaged: float | None) -> None:

@@ -53,8 +53,8 @@ def table(log: Log, step: int) -> str:
     n-gram models."""
     lines = [f"{'held-out loss':14} nats/byte  bits/byte"]
     ours = {"RWKV-7": log["held_out"], "average": log["averaged"]}
-    losses = log["ngrams"] | {name: dict(x)[step] for name, x in ours.items() if x}
-    for name, loss in losses.items():
+    after = {name: loss for name, pairs in ours.items() for at, loss in pairs if at == step}
+    for name, loss in (log["ngrams"] | after).items():
         lines.append(f"{name:14} {loss:9.3f}  {loss / math.log(2):9.3f}")
     return "\n".join(lines)
 
