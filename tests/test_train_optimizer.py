@@ -65,6 +65,22 @@ def test_parts_take_less_memory(train: ModuleType) -> None:
     np.testing.assert_allclose(measures, expected, rtol=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
+def test_parts_gather_parameters_anew(train: ModuleType) -> None:
+    """A mesh has the whole of a parameter only while it computes with it."""
+    steps = importlib.import_module("rwkv_jax._training.steps")
+    args = train.options.parse([*MODEL, "--mesh=data=4"])
+    model, _ = train.prepare(args)
+    optimizer = train.loop.make_optimizer(args, model.mesh.size)
+    shapes = steps.state_shapes(model, optimizer)
+    batch = steps.on_mesh(train.data.Batch(np.zeros((8, 17), np.int32)), model.mesh)
+    step = steps.train_step(model, optimizer, shapes, 0.0, 2).lower(shapes, batch).compile()
+    loop, _, entry = step.as_text().partition("\nENTRY ")
+    assert " all-gather(" in loop
+    assert " all-gather(" not in entry
+
+
 SCHEDULES = {
     "--schedule=constant": [0.01, 0.505, 1, 1, 1, 1, 1, 1, 1, 1],
     "--schedule=wsd --decay-share=0.4": [0.01, 0.505, 1, 1, 1, 1, 1, 0.7625, 0.525, 0.2875],

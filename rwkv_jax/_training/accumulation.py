@@ -28,10 +28,10 @@ def accumulated(
         weights = counts / jnp.maximum(counts.sum(), 1)
 
     def add(total: Any, part: tuple[Batch, jax.Array]) -> tuple[Any, None]:
-        def weighed(params: Any) -> jax.Array:
-            return part[1] * mean_loss(params, part[0])
-
-        return jax.tree.map(jnp.add, total, jax.value_and_grad(weighed)(params)), None
+        # Otherwise a mesh would gather the parameters of all layers before the first part.
+        local, (rows, weight) = jax.lax.optimization_barrier((params, part))
+        new = jax.value_and_grad(lambda params: weight * mean_loss(params, rows))(local)
+        return jax.tree.map(jnp.add, total, new), None
 
     zeros = jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, params)
     return jax.lax.scan(add, zeros, (batches, weights))[0]
