@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import sys
 import time
-from concurrent import futures
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -89,7 +88,7 @@ def train(
         jax.block_until_ready(state)
         start.part("initial state, while it compiles")
         if batch is not None:
-            futures.wait([compiling])
+            compiling.result()
             start.part("compile")
         # Not earlier, because it removes what follows the checkpoint.
         metrics = Metrics(args.out, saved, tensorboard=args.tensorboard)
