@@ -323,12 +323,13 @@ def test_compared_steps_are_those_of_train(monkeypatch: pytest.MonkeyPatch, chec
     params = jax.tree.map(lambda x: x.astype("bfloat16").astype("float32"), params)
     mesh = train.devices.make_mesh(None, config, batch=args.batch, context=args.context)
     model = train.language_model.make_model(config, mesh, dtype="float32", implementation=None)
-    optimizer = train.loop.make_optimizer(args)
+    rate = f"--learning-rate={args.learning_rate}"
+    optimizer = train.loop.make_optimizer(train.options.parse(["--steps=4", "--warmup=2", rate]))
     shapes = steps.state_shapes(model, optimizer)
     state = steps.initial_state(model, optimizer, shapes, seed=0, parts=train.Parts(params))
     step, found = steps.train_step(model, optimizer, shapes, 0.0), []
     for x in compare.batches(args):
-        state, loss = step(state, train.data.windows(x))
-        found.append(float(loss))
+        state, measures = step(state, train.data.windows(x))
+        found.append(float(measures.loss))
     assert losses == pytest.approx(found, abs=1e-5)
     assert losses[-1] < losses[0]

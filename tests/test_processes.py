@@ -57,8 +57,8 @@ def step(train: ModuleType, *options: str) -> dict[str, np.ndarray]:
     text = rng.integers(0, 256, 1000).astype(np.uint8)
     batch = train.data.batch_at(0, text, seed=args.seed, batch=args.batch, context=args.context)
     placed = steps.on_mesh(train.data.windows(batch), model.mesh)
-    state, loss = steps.train_step(model, optimizer, shapes, 0.0)(state, placed)
-    results = {"loss": loss, **steps.named(state)}
+    state, measures = steps.train_step(model, optimizer, shapes, 0.0)(state, placed)
+    results = {"loss": measures.loss, **steps.named(state)}
     return jax.tree.map(np.asarray, train.devices.gathered(results, model.mesh))
 
 

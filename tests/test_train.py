@@ -37,7 +37,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     text.write_bytes(TEXT)
     given = {"layers": 1, "width": 32, "head-size": 16, "steps": STEPS, "batch": 2, "context": 16}
     given |= {"eval-every": 3, "eval-tokens": 48, "save-every": 2, "sample": 8, "warmup": 2}
-    given |= {"cache": "none"}
+    given |= {"cache": "none", "ema": 0.9}
     return [f"--data={text}", *(f"--{name}={x}" for name, x in given.items())]
 
 
@@ -50,9 +50,9 @@ def whole(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def saved(folder: Path) -> dict[str, np.ndarray]:
-    """The parameters in model.safetensors, by the names of the official checkpoints."""
-    params = models.load(folder / "model.safetensors").params
+def saved(folder: Path, name: str = "model.safetensors") -> dict[str, np.ndarray]:
+    """The parameters in a file, by the names of the official checkpoints."""
+    params = models.load(folder / name).params
     return jax.tree.map(np.asarray, rwkv7.names(params))
 
 
@@ -100,6 +100,10 @@ def test_interrupted_run_resumes_exactly(
     params = saved(parts)
     assert {f"model.{n}" for n in params} == {n for n in results if n.startswith("model.")}
     assert all(np.array_equal(x, results[f"model.{n}"]) for n, x in params.items())
+    average = saved(parts, "ema.safetensors")
+    assert all(np.array_equal(x, results[f"optimizer.5.average.{n}"]) for n, x in average.items())
+    steps = [json.loads(x)["step"] for x in (parts / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [*range(1, STEPS + 1)]
 
     with pytest.raises(SystemExit, match="was made with batch 2, not 4"):
         train.main([*options, f"--out={parts}", "--resume", "--batch=4"])
@@ -127,7 +131,7 @@ def test_run_resumes_on_another_mesh(
     log, expected = logs(parts, whole)
     assert log["options"] == expected["options"]
     assert len(log["train"]) == STEPS
-    for name in ("train", "held_out"):
+    for name in ("train", "held_out", "averaged"):
         np.testing.assert_allclose(log[name], expected[name], rtol=1e-5)
 
 

@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -21,23 +20,15 @@ from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from support import checkpoints, scripts
 from support.scripts import AtStep
+from support.training import measuring, without_computing
 
 needs_devices = pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
-RESULTS = {"model.safetensors", "log.json", "loss.png"}
-
-
-def without_computing(train: ModuleType, patch: pytest.MonkeyPatch) -> None:
-    step: Future[Any] = Future()
-    step.set_result(lambda state, _: (state, jnp.float32(9.0)))
-    patch.setattr(train.loop, "compiled_step", lambda *_: step)
-    patch.setattr(train.loop, "evaluation", lambda *_: lambda _: 5.0)
-    patch.setattr(train.report, "speed", lambda *_: "")
-    patch.setattr(train.report, "sample", lambda *_: "")
-    patch.setattr(train.report, "plot", lambda path, _: path.touch())
+RESULTS = {"model.safetensors", "log.json", "loss.png", "metrics.jsonl"}
 
 
 @pytest.fixture(scope="module")
@@ -64,18 +55,23 @@ def out(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "out"))
 
 
-def test_a_loss_that_is_no_number(
-    train: ModuleType, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("measure", ["loss", "norm of the gradients"])
+def test_what_is_no_number(
+    train: ModuleType,
+    options: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    measure: str,
 ) -> None:
     """The run ends before a checkpoint of that step takes the place of an earlier one."""
     without_computing(train, monkeypatch)
-    losses = iter([9.0, 8.0, float("nan"), 7.0])
-    step: Future[Any] = Future()
-    step.set_result(lambda state, _: (state, jnp.float32(next(losses))))
-    monkeypatch.setattr(train.loop, "compiled_step", lambda *_: step)
-    with pytest.raises(SystemExit, match=r"^The loss of step 3 is nan; --resume continues"):
+    values = [iter([jnp.float32(x) for x in (9, 8, 7, 6)]) for _ in range(2)]
+    values[measure != "loss"] = iter([jnp.float32(x) for x in (9, 8, np.nan, 7)])
+    measuring(train, monkeypatch, *(x.__next__ for x in values))
+    message = f"^The {measure} of step 3, with batch 2 of the data, is nan; --resume repeats "
+    with pytest.raises(SystemExit, match=message):
         train.main([*options, f"--out={tmp_path}"])
-    assert {"checkpoint.1", "checkpoint.2"} == names(tmp_path)
+    assert names(tmp_path) == {"checkpoint.1", "checkpoint.2", "metrics.jsonl"}
 
 
 Run: TypeAlias = Callable[..., None]
@@ -236,7 +232,7 @@ def test_failed_save(
             thread.join(timeout=10)
             assert not thread.is_alive(), thread
     assert "Traceback" not in capsys.readouterr().err
-    assert names(kept) == {"checkpoint.1", "checkpoint.2"}
+    assert names(kept) == {"checkpoint.1", "checkpoint.2", "metrics.jsonl"}
 
 
 def test_two_runs_in_a_folder(run: Run, at_step: AtStep, tmp_path: Path) -> None:
@@ -358,9 +354,7 @@ def test_losses_are_read_late(
             events.append(("read", self.step))
             return 1.0 + self.step
 
-    step: Future[Any] = Future()
-    step.set_result(lambda state, _: (state, Loss()))
-    monkeypatch.setattr(train.loop, "compiled_step", lambda *_: step)
+    measuring(train, monkeypatch, Loss)
     run(tmp_path, "--steps=8", "--save-every=8")
     for i in range(4):
         assert events.index(("read", i)) == events.index(("started", i + 3)) + 1
@@ -374,7 +368,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     checkpoints = train.outputs.checkpoints
     third_step, write, waited = threading.Event(), checkpoints._write, []
 
-    def write_later(*arguments: Any) -> int:
+    def write_later(*arguments: Any) -> list[int]:
         waited.append(third_step.wait(timeout=30))
         return write(*arguments)
 

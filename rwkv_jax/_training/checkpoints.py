@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -33,11 +33,13 @@ class Log(TypedDict):
     Attributes:
       train: the loss of each step.
       held_out: pairs of a number of steps and the held-out loss after them.
+      averaged: the same pairs for the average of the parameters.
       ngrams: held-out losses of other models, by name.
     """
 
     train: list[float]
     held_out: list[list[float]]
+    averaged: list[list[float]]
     ngrams: dict[str, float]
 
 
@@ -54,16 +56,17 @@ def steps(folder: Path) -> list[int]:
 
 class Saver:
     """A context in which checkpoints of a run are written to `folder`, and all of them are there at
-    its end. The run began after `saved` steps.
+    its end. The run began after `saved` steps. Of its checkpoints the newest `keep` are kept.
 
     A thread writes the checkpoint while training goes on. With several processes, which wait for
     each other to write one, `save` returns when it is written.
     """
 
-    def __init__(self, folder: Path, options: Options, saved: int):
-        self._folder, self._options, self._saved = folder, options, saved
+    def __init__(self, folder: Path, options: Options, saved: int, keep: int = 2):
+        self._folder, self._options, self._keep = folder, options, keep
+        self._written = [step for step in steps(folder) if step <= saved]
         self._pool = ThreadPoolExecutor(1)
-        self._writing: Future[int] | None = None
+        self._writing: Future[list[int]] | None = None
 
     def __enter__(self) -> "Saver":
         return self
@@ -85,22 +88,30 @@ class Saver:
 
     def _wait(self) -> None:
         if self._writing is not None:
-            self._saved = self._writing.result()
+            self._written = self._writing.result()
             self._writing = None
 
-    def save(self, arrays: Mapping[str, jax.Array], log: Log, position: Any = None) -> None:
+    def save(
+        self,
+        arrays: Mapping[str, jax.Array],
+        log: Log,
+        position: Any = None,
+        *,
+        best: int | None = None,
+    ) -> None:
         """Begin to write the checkpoint of all steps in `log`, when the one before is written. The
         arrays are no longer needed when this returns. `position` is that of the data.
 
-        The checkpoint before this one is kept, and all others are removed. A checkpoint gets its
-        name when it is complete. The program exits where the one before could not be written.
+        Then all checkpoints are removed but the newest ones and the one after `best` steps. A
+        checkpoint gets its name when it is complete. The program exits where the one before could
+        not be written.
         """
         self._wait()
         record = json.dumps({"options": self._options, "log": log, "data": position})
-        step = len(log["train"])
-        write = functools.partial(_write, self._folder, step, record, self._saved)
+        step, keep = len(log["train"]), {*self._written[: self._keep - 1], best}
+        write = functools.partial(_write, self._folder, step, record, self._written, keep)
         if jax.process_count() > 1:
-            self._saved = write(arrays)
+            self._written = write(arrays)
             return
         for x in arrays.values():
             x.copy_to_host_async()
@@ -111,11 +122,17 @@ class Saver:
 
 
 def _write(
-    folder: Path, step: int, record: str, before: int, values: Mapping[str, jax.Array | np.ndarray]
-) -> int:
-    """Write the checkpoint after so many steps, and return their number. The one after `before`
-    steps is kept."""
+    folder: Path,
+    step: int,
+    record: str,
+    written: Sequence[int],
+    keep: Collection[int | None],
+    values: Mapping[str, jax.Array | np.ndarray],
+) -> list[int]:
+    """Write the checkpoint after so many steps, and return the numbers of steps of the checkpoints
+    that there are then, the largest first: this one and those of `written` that are in `keep`."""
     unfinished, whole = folder / "unfinished", path(folder, step)
+    kept = {step, *(x for x in written if x in keep)}
     try:
         with _checkpointer() as checkpointer:
             checkpointer.save(unfinished.absolute(), values, force=True)
@@ -125,17 +142,17 @@ def _write(
             # A checkpoint of that name is damaged, or of a run that --force replaces.
             shutil.rmtree(whole, ignore_errors=True)
             os.replace(unfinished, whole)
-            for other in {*steps(folder)} - {step, before}:
+            for other in {*steps(folder)} - kept:
                 shutil.rmtree(path(folder, other), ignore_errors=True)
     except (OSError, ValueError) as error:  # TensorStore raises a ValueError where a disk is full
-        hint = f"; --resume continues from {path(folder, before)}" if before else ""
+        hint = f"; --resume continues from {path(folder, written[0])}" if written else ""
         message = f"{whole} cannot be written: {str(error).partition(' [')[0]}{hint}"
         if jax.process_count() > 1:
             # At a usual exit this process would wait for others, which may wait for this one.
             print(message, file=sys.stderr, flush=True)
             os._exit(1)
         sys.exit(message)
-    return step
+    return sorted(kept, reverse=True)
 
 
 def newest(folder: Path) -> int:
@@ -146,9 +163,9 @@ def newest(folder: Path) -> int:
     if not steps(folder):
         sys.exit(f"{folder} has no checkpoint; run without --resume")
     for step in steps(folder):
-        if (fault := _fault(path(folder, step))) is None:
+        if (flaw := fault(path(folder, step))) is None:
             return step
-        print(f"{path(folder, step)} is damaged: {fault}; it is left out", file=sys.stderr)
+        print(f"{path(folder, step)} is damaged: {flaw}; it is left out", file=sys.stderr)
     sys.exit(f"{folder} has no whole checkpoint; --force instead of --resume starts anew")
 
 
@@ -188,7 +205,8 @@ def _checkpointer() -> Iterator[ocp.Checkpointer]:
     """One that saves before it returns. The threads of `ocp.StandardCheckpointer` keep a process
     alive for minutes after an error.
 
-    An error is raised, and not also printed with the tracebacks of all threads.
+    An error is raised, and not also printed with the tracebacks of all threads, some of which end
+    later than this context.
     """
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
     for name in ("absl", "asyncio"):
@@ -196,8 +214,16 @@ def _checkpointer() -> Iterator[ocp.Checkpointer]:
     try:
         with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
             yield checkpointer
-    finally:
+    except BaseException:
+        sys.unraisablehook = functools.partial(_without_closed_loops, hook)
+        raise
+    else:
         sys.unraisablehook = hook
+
+
+def _without_closed_loops(hook: Callable[[Any], object], unraisable: Any) -> None:
+    if str(unraisable.exc_value) != "Event loop is closed":
+        hook(unraisable)
 
 
 def _sums(folder: Path) -> str:
@@ -216,7 +242,7 @@ def _digest(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def _fault(checkpoint: Path) -> str | None:
+def fault(checkpoint: Path) -> str | None:
     """What is wrong with the files of a checkpoint."""
     try:
         texts = (checkpoint / SUMS).read_text(), _sums(checkpoint)

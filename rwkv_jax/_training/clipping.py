@@ -17,8 +17,9 @@ JOINED = 100
 """How many gradients are joined to one array. XLA concatenates more than 128 in two steps."""
 
 
-def clipped(gradients: Tree, limit: float) -> Tree:
-    """The gradients of one device, scaled so that their global norm is at most `limit`.
+def clipped(gradients: Tree, limit: float) -> tuple[Tree, Array]:
+    """The gradients of one device, scaled so that their global norm is at most `limit`, if that is
+    not 0, and the norm before.
 
     On a GPU a small kernel takes microseconds whatever it computes, and a model has hundreds of
     vectors and small matrices. Their gradients are joined to a few arrays. Each of these is squared
@@ -35,8 +36,9 @@ def clipped(gradients: Tree, limit: float) -> Tree:
         ends = list(itertools.accumulate(leaves[i].size for i in group))
         for i, part in zip(group, jnp.split(whole, ends[:-1]), strict=True):
             leaves[i] = part.reshape(leaves[i].shape)
-    scaled = [jnp.where(norm < limit, x, x / norm * limit) for x in leaves]
-    return jax.tree.unflatten(structure, scaled)
+    if limit:
+        leaves = [jnp.where(norm < limit, x, x / norm * limit) for x in leaves]
+    return jax.tree.unflatten(structure, leaves), norm
 
 
 def _join(arrays: Sequence[Array]) -> Array:

@@ -49,10 +49,16 @@ class Clock:
     """A clock that stands still until `go`, and from `stop` to the next `go`."""
 
     def __init__(self):
-        self.seconds, self._since = 0.0, time.perf_counter()
+        self._before, self._since = 0.0, None
+
+    @property
+    def seconds(self) -> float:
+        """How long it went."""
+        running = 0.0 if self._since is None else time.perf_counter() - self._since
+        return self._before + running
 
     def go(self) -> None:
         self._since = time.perf_counter()
 
     def stop(self) -> None:
-        self.seconds += time.perf_counter() - self._since
+        self._before, self._since = self.seconds, None

@@ -68,6 +68,11 @@ class Source(Protocol):
         """What has made the tokens of text, if it is known."""
         ...
 
+    @property
+    def tokens(self) -> int | None:
+        """How many tokens there are to train on, or None without an end."""
+        ...
+
     def batch(self, step: int) -> Batch:
         """The rows of a step, from 0 on. Steps come in order, the first one after those of
         `resume`."""
@@ -113,6 +118,7 @@ class StandardLibrary(ByStep):
         self.held_out = windows(rows)
         self.ngrams = ngram_losses(self._text, rows)
         self.checksum = zlib.crc32(self._text.tobytes())
+        self.tokens = len(self._text)
 
     def __str__(self) -> str:
         held_out = self.held_out.targets.size

@@ -63,6 +63,8 @@ class Documents:
         else:
             sources, held_out = [_in_parts(x) for x in sources], [open_(validation)]
         self._documents = sum(map(len, sources))
+        sized = [x for x in sources if isinstance(x, data.SizedSource)]
+        self.tokens = sum(int(x.sizes.sum()) for x in sized) if len(sized) == len(sources) else None
         self._options = {"context": args.context, "packed": packed}
         self.held_out = self._rows(held_out, max(1, args.eval_tokens // args.context))
         options = {"batch": args.batch, "seed": args.seed, "weights": weights}

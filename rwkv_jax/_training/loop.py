@@ -1,31 +1,37 @@
 """The training loop."""
 
 import argparse
-import collections
 import contextlib
-import math
 import sys
 import time
-from concurrent import futures
 from concurrent.futures import Future
+from typing import NamedTuple
 
 import jax
-import numpy as np
-from tqdm import tqdm
 
 from rwkv_jax import finetuning
 from rwkv_jax._training import checkpoints, report, steps
 from rwkv_jax._training.ahead import Ahead
-from rwkv_jax._training.clocks import Clock, Start
+from rwkv_jax._training.clocks import Start
 from rwkv_jax._training.data import Batch, Source
-from rwkv_jax._training.interruption import Interruption
+from rwkv_jax._training.interruption import TOGETHER, Interruption
 from rwkv_jax._training.language_model import Model
-from rwkv_jax._training.optimizer import make_optimizer
+from rwkv_jax._training.metrics import Metrics
+from rwkv_jax._training.optimizer import average, make_optimizer
 from rwkv_jax._training.parts import Parts
+from rwkv_jax._training.processes import by_first
+from rwkv_jax._training.progress import Progress
 from rwkv_jax._training.steps import Step, compiled_step, evaluation
 
-IN_FLIGHT = 3
-"""How many steps the device has been given beyond the last one whose loss is known."""
+
+class Trained(NamedTuple):
+    """The results of a run: its log, and of a step, which is the last one or the best one, the
+    parts of the model and those with the average of what is trained, if there is one."""
+
+    log: checkpoints.Log
+    step: int
+    parts: Parts
+    average: Parts | None
 
 
 def train(
@@ -37,9 +43,8 @@ def train(
     *,
     saved: int = 0,
     parts: Parts | None = None,
-) -> tuple[checkpoints.Log, Parts] | None:
-    """Train on `source` and return the log of the finished run and the parts of the model, or None
-    after Ctrl-C.
+) -> Trained | None:
+    """Train on `source` and return the results of the finished run, or None after Ctrl-C.
 
     `options` go into the checkpoints. The run goes on from the checkpoint after `saved` steps, if
     these are not 0, and otherwise begins with `parts`, or with initial parameters if these are
@@ -48,16 +53,20 @@ def train(
     The device never waits for the next step: losses are read some steps late, one thread makes the
     next batch, and another one writes checkpoints.
     """
-    log: checkpoints.Log = {"train": [], "held_out": [], "ngrams": dict(source.ngrams)}
+    log: checkpoints.Log = {
+        "train": [],
+        "held_out": [],
+        "averaged": [],
+        "ngrams": dict(source.ngrams),
+    }
     if saved:
         log, position = checkpoints.record(args.out, saved, options)
         source.resume(saved, position)
     optimizer = make_optimizer(args, model.mesh.size)
     shapes = steps.state_shapes(model, optimizer)
-    evaluate = evaluation(model, source.held_out, args.batch)
-    tokens, done, stopped = args.batch * args.context, saved, False
-    clock, in_flight = Clock(), collections.deque[jax.Array]()
-    began = time.perf_counter()
+    evaluate = evaluation(model, source.held_out, args.batch // args.accumulate)
+    done, stopped = saved, False
+    began = saved_at = time.perf_counter()
 
     def make(step: int) -> Batch:
         return steps.on_mesh(source.batch(step), model.mesh)
@@ -65,13 +74,16 @@ def train(
     with (
         Interruption() as interruption,
         contextlib.closing(Ahead(make, range(saved, args.steps))) as batches,
-        checkpoints.Saver(args.out, options, saved) as saver,
+        checkpoints.Saver(args.out, options, saved, args.keep) as saver,
+        contextlib.ExitStack() as stack,
     ):
         batch = batches.take()
         start.part("data")
         compiling: Future[Step] = Future()
         if batch is not None:
-            compiling = compiled_step(model, optimizer, shapes, batch, args.l2_wrap, start)
+            compiling = compiled_step(
+                model, optimizer, shapes, batch, args.l2_wrap, args.accumulate, start
+            )
         if saved:
             arrays = checkpoints.load(args.out, saved, steps.named(shapes))
             state = steps.restored(model, shapes, arrays, parts)
@@ -81,68 +93,78 @@ def train(
         jax.block_until_ready(state)
         start.part("initial state, while it compiles")
         if batch is not None:
-            futures.wait([compiling])
+            compiling.result()
             start.part("compile")
-        bar = tqdm(
-            desc="training",
-            unit="tok",
-            unit_scale=True,
-            total=args.steps * tokens,
-            initial=saved * tokens,
-            disable=jax.process_index() > 0,
-        )
+        # Not earlier, because it removes what follows the checkpoint.
+        metrics = Metrics(args.out, saved, tensorboard=args.tensorboard)
+        stack.enter_context(contextlib.closing(metrics))
+        progress = Progress(args, log, metrics, start)
+        clock, ended = progress.clock, progress.stagnates
 
-        def read(but: int) -> None:
-            """Read the losses of all steps but the last ones, which may be so many."""
-            while len(in_flight) > but:
-                loss = float(in_flight.popleft())
-                if not math.isfinite(loss):
-                    # Before a checkpoint of this step replaces a better one.
-                    sys.exit(
-                        f"The loss of step {len(log['train']) + 1} is {loss}; --resume continues "
-                        "from the last checkpoint, as with a lower --learning-rate"
-                    )
-                log["train"].append(loss)
-                recent = f"loss {np.mean(log['train'][-20:]):.3f}"
-                held = f", held out {log['held_out'][-1][1]:.3f}" if log["held_out"] else ""
-                bar.set_postfix_str(recent + held, refresh=False)
-                bar.update(tokens)
-                if (known := len(log["train"]) - saved) == 1:
-                    start.part("first step")
-                    clock.go()
-                elif known == 2:
-                    start.part("second step")
-                    if not bar.disable:
-                        bar.write(str(start))
+        def overdue() -> bool:
+            """Whether the last checkpoint is too old, which the first of several processes says to
+            the others. They wait for their devices to hear it, and ask after some steps only."""
+            if not args.save_minutes or (jax.process_count() > 1 and done % TOGETHER):
+                return False
+            age = time.perf_counter() - saved_at
+            return bool(by_first(lambda: int(age > 60 * args.save_minutes)))
 
-        while batch is not None and not stopped:
-            state, loss = compiling.result()(state, batch)
-            loss.copy_to_host_async()
-            in_flight.append(loss)
+        while batch is not None and not stopped and not ended:
+            state, measures = compiling.result()(state, batch)
             done += 1
-            read(IN_FLIGHT)
+            progress.add(measures)
             saver.check()
             stopped = interruption.in_any_process(done)
             last = done == args.steps
             evaluates = done % args.eval_every == 0 or last
-            saves = done % args.save_every == 0 or last or stopped
+            saves = done % args.save_every == 0 or last or stopped or overdue()
             if evaluates or saves:
-                read(0)
+                progress.read()
                 clock.stop()
                 if evaluates:
-                    whole = finetuning.join(state.params, state.frozen)
-                    log["held_out"].append([done, evaluate(whole)])
+                    averaged = average(state.optimizer)
+                    progress.evaluated(
+                        evaluate(finetuning.join(state.params, state.frozen)),
+                        None
+                        if averaged is None
+                        else evaluate(finetuning.join(averaged, state.frozen)),
+                    )
+                    ended = progress.stagnates
+                    saves = saves or ended or (args.best and progress.best == done)
                 if saves:
-                    saver.save(steps.named(state), log, source.position(done))
+                    metrics.flush()
+                    best = progress.best if args.best else None
+                    saver.save(steps.named(state), log, source.position(done), best=best)
+                    saved_at = time.perf_counter()
                 clock.go()
-            if not stopped:
+            if not stopped and not ended:
                 batch = batches.take()
-    bar.close()
+        clock.stop()
+        progress.close()
     if stopped:
         print(f"Interrupted after step {done}; --resume continues from {args.out}")
         return None
     print(f"Trained {done - saved} steps in {time.perf_counter() - began:.0f} s")
+    if ended and done < args.steps:
+        print(f"No held-out loss was lower than that of step {progress.best}: ended early")
     if done - saved > 1:
-        rate = tokens * (done - saved - 1) / clock.seconds
+        rate = args.batch * args.context * (done - saved - 1) / clock.seconds
         print(report.speed(model, rate, args.peak))
-    return log, finetuning.join(state.params, state.frozen)
+    if args.best and (best := progress.best) not in (None, done):
+        checkpoint = checkpoints.path(args.out, best)
+        if flaw := checkpoints.fault(checkpoint):
+            print(
+                f"{checkpoint} is damaged: {flaw}; the last step is in its place", file=sys.stderr
+            )
+        else:
+            frozen = state.frozen
+            for x in jax.tree.leaves(state._replace(frozen=None)):
+                x.delete()
+            arrays = checkpoints.load(args.out, best, steps.named(shapes))
+            state = steps.restored(model, shapes, arrays)._replace(frozen=frozen)
+            done = best
+    whole = finetuning.join(state.params, state.frozen)
+    averaged = average(state.optimizer)
+    if averaged is not None:
+        averaged = finetuning.join(averaged, state.frozen)
+    return Trained(log, done, whole, averaged)

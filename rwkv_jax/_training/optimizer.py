@@ -2,36 +2,74 @@
 
 import argparse
 import functools
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
+from jax import Array
 
 from rwkv_jax._training.clipping import clipped
+from rwkv_jax._training.schedules import make_schedule
 from rwkv_jax.models import rwkv7
 
 
+class Clipped(NamedTuple):
+    """The state of the clipping: the global norm of the last gradients, before it."""
+
+    gradient_norm: Array
+
+
+class Scaled(NamedTuple):
+    """The state of the learning rate: the number of steps so far, and the rate of the last one."""
+
+    steps: Array
+    learning_rate: Array
+
+
+class Averaged(NamedTuple):
+    """The number of steps so far, and the average of the parameters after each of them."""
+
+    steps: Array
+    average: Any
+
+
 def make_optimizer(args: argparse.Namespace, devices: int = 1) -> optax.GradientTransformation:
-    """AdamW as in the official training: some parameters decay, some learn faster, and the learning
-    rate starts at a hundredth of its peak. `devices` is the size of the mesh that has the
-    parameters."""
-    schedule = optax.warmup_cosine_decay_schedule(
-        args.learning_rate / 100,
-        args.learning_rate,
-        args.warmup,
-        max(args.steps, args.warmup + 1),
-        args.learning_rate / 20,
-    )
-    clip = optax.clip_by_global_norm(1.0)
-    if devices == 1:  # else each device would get the whole of the gradients that `clipped` joins
-        clip = optax.stateless(lambda updates, _: clipped(updates, 1.0))
+    """AdamW as in the official training: some parameters decay, and some learn faster. `devices` is
+    the size of the mesh that has the parameters.
+
+    The state has the average of the parameters, if the options ask for it, and what `measured` and
+    `average` read.
+    """
+    moments = jnp.bfloat16 if args.moments == "bfloat16" else None
     return optax.chain(
-        clip,
-        optax.scale_by_adam(0.9, 0.99, eps=1e-18),
+        _clipping(args.clip, joined=devices == 1),
+        optax.scale_by_adam(0.9, 0.99, eps=1e-18, mu_dtype=moments),
         optax.add_decayed_weights(args.weight_decay, rwkv7.weight_decays),
         optax.stateless(functools.partial(_faster, _factor_of_states(args))),
-        optax.scale_by_learning_rate(schedule),
+        _scaling(make_schedule(args)),
+        *([_averaging(args.ema)] if args.ema else []),
     )
+
+
+def _clipping(limit: float, *, joined: bool) -> optax.GradientTransformation:
+    """Gradients whose global norm is at most `limit`, or any if that is 0. On several devices they
+    are not joined: each one would get the whole of the arrays that `clipped` makes."""
+
+    def init(params: Any) -> Clipped:
+        return Clipped(jnp.zeros((), jnp.float32))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        if joined:
+            updates, norm = clipped(updates, limit)
+        else:
+            norm = optax.tree.norm(updates)
+            if limit:
+                updates, _ = optax.clip_by_global_norm(limit).update(updates, optax.EmptyState())
+        return updates, Clipped(norm)
+
+    return optax.GradientTransformation(init, update)
 
 
 def _faster(of_states: float, updates: Any, _: Any) -> Any:
@@ -49,9 +87,54 @@ def _factor_of_states(args: argparse.Namespace) -> float:
     return own / args.learning_rate if own is not None and args.learning_rate else 1.0
 
 
+def _scaling(schedule: optax.Schedule) -> optax.GradientTransformation:
+    def init(params: Any) -> Scaled:
+        return Scaled(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        rate = jnp.asarray(schedule(state.steps), jnp.float32)
+        updates = jax.tree.map(lambda x: -rate * x, updates)
+        return updates, Scaled(state.steps + 1, rate)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _averaging(decay: float) -> optax.GradientTransformation:
+    """The last part of an optimizer: averages the parameters after each step, with weights that are
+    `decay` times as large with each step back and have the sum 1.
+
+    After t steps the newest parameters have the weight (1 - decay) / (1 - decay^t).
+    """
+    log = math.log(decay)
+
+    def init(params: Any) -> Averaged:
+        return Averaged(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        steps = state.steps + 1
+        newest = math.expm1(log) / jnp.expm1(log * steps.astype(jnp.float32))
+        params = optax.apply_updates(params, updates)
+        return updates, Averaged(steps, optax.incremental_update(params, state.average, newest))
+
+    return optax.GradientTransformation(init, update)
+
+
 def updated(
     optimizer: optax.GradientTransformation, gradients: Any, state: Any, params: Any
 ) -> tuple[Any, Any]:
     """The next parameters, and the next state of the optimizer."""
     updates, state = optimizer.update(gradients, state, params)
     return optax.apply_updates(params, updates), state
+
+
+def measured(state: Any) -> tuple[Array, Array]:
+    """The norm of the gradients and the learning rate of the last step, from the state after it;
+    0 where an optimizer keeps none."""
+    zero = jnp.zeros((), jnp.float32)
+    norm, rate = (optax.tree.get(state, x, zero) for x in ("gradient_norm", "learning_rate"))
+    return norm, rate
+
+
+def average(state: Any) -> Any:
+    """The average of the parameters in a state of the optimizer, or None without --ema."""
+    return optax.tree.get(state, "average")

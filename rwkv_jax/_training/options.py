@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import importlib
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from rwkv_jax._training.checkpoints import Options
 from rwkv_jax._training.compilation import default_cache
 from rwkv_jax._training.data import checksum_of
 from rwkv_jax._training.devices import AXES
+from rwkv_jax._training.option_files import OPTION, with_file
 from rwkv_jax._training.parts import ALL, LORA, STATES, patterns, targets
 from rwkv_jax._training.tasks import TASKS
 from rwkv_jax.finetuning import TARGETS
@@ -44,6 +46,7 @@ MAY_CHANGE = {
     "recompute",
 }
 MAY_CHANGE |= {"judge", "cache", "mesh", "coordinator", "processes", "process"}
+MAY_CHANGE |= {"options", "dry_run", "save_minutes", "keep", "patience", "tensorboard"}
 """Options that a resumed run need not share with the interrupted one."""
 
 
@@ -107,6 +110,97 @@ def mesh_sizes(text: str) -> dict[str, int]:
             )
         sizes[axis] = int(number)
     return sizes
+
+
+def add_optimizer_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of how a step changes the parameters."""
+    add = parser.add_argument
+    add(
+        "--accumulate",
+        type=positive,
+        default=1,
+        metavar="PARTS",
+        help="save memory: a step computes its batch in so many parts, one after another",
+    )
+    add(
+        "--learning-rate",
+        type=not_negative,
+        help="learning rate at its peak; if not given, 4e-3 for a new model, 2e-4 for an adapter "
+        "and 1e-5 for the parameters of --model",
+    )
+    add(
+        "--states-learning-rate",
+        type=not_negative,
+        default=0.1,
+        help="that of tuned states",
+    )
+    add("--warmup", type=natural, default=50, help="steps until the peak of the learning rate")
+    add(
+        "--schedule",
+        choices=("cosine", "constant", "wsd"),
+        default="cosine",
+        help="learning rate after the warmup: falls along a cosine, is constant, or is constant "
+        "until it falls linearly in the last steps (wsd)",
+    )
+    add("--decay-share", type=share, default=0.2, help="share of the steps in which wsd falls")
+    add(
+        "--final-learning-rate",
+        type=not_negative,
+        help="learning rate after the last step of cosine and wsd; a twentieth of the peak if not "
+        "given",
+    )
+    add("--weight-decay", type=not_negative, default=0.1, help="weight decay of matrices")
+    add(
+        "--clip",
+        type=not_negative,
+        default=1.0,
+        metavar="NORM",
+        help="greatest norm of all gradients together, to which larger ones are scaled; 0 is off",
+    )
+    add(
+        "--moments",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="dtype of the first moments of AdamW; the second ones are float32",
+    )
+    add(
+        "--ema",
+        type=accepting(float, lambda x: 0 < x < 1, "a number between 0 and 1"),
+        metavar="DECAY",
+        help="also evaluate and write the exponential moving average of the parameters, of which "
+        "each step back counts so much less; no average if not given",
+    )
+
+
+def add_keeping_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of what a run keeps, and when it ends."""
+    add = parser.add_argument
+    add("--save-every", type=positive, default=500, help="steps between checkpoints")
+    add("--save-minutes", type=above_zero, help="also save after so many minutes without")
+    add("--keep", type=positive, default=2, help="newest checkpoints to keep")
+    add(
+        "--best",
+        action="store_true",
+        help="also keep the checkpoint with the lowest held-out loss, and make it the result",
+    )
+    add("--patience", type=positive, help="end after so many held-out losses without a lower one")
+    add("--tensorboard", action="store_true", help="write the metrics for TensorBoard as well")
+
+
+def check_habits(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if args.ema and {LORA, STATES} & {*targets(args.train)}:
+        parser.error(f"--ema with --train {args.train}; accepted are all, and patterns")
+    rows = (args.mesh or {}).get("data", 1) * args.accumulate
+    if args.accumulate > 1 and args.batch % rows:
+        parser.error(
+            f"--accumulate is {args.accumulate} where --batch is {args.batch}; --accumulate times "
+            "data of --mesh has to divide --batch"
+        )
+    if args.tensorboard:
+        try:
+            importlib.import_module("tensorboardX")
+        except ImportError as error:
+            parser.error(f"--tensorboard needs the package tensorboardX: {error}")
 
 
 def add_pieces(parser: argparse.ArgumentParser) -> None:
@@ -278,20 +372,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "whole blocks",
     )
     add_pieces(parser)
-    add(
-        "--learning-rate",
-        type=not_negative,
-        help="learning rate at its peak; if not given, 4e-3 for a new model, 2e-4 for an adapter "
-        "and 1e-5 for the parameters of --model",
-    )
-    add(
-        "--states-learning-rate",
-        type=not_negative,
-        default=0.1,
-        help="that of tuned states",
-    )
-    add("--warmup", type=natural, default=50, help="steps until the peak of the learning rate")
-    add("--weight-decay", type=not_negative, default=0.1, help="weight decay of matrices")
+    add_optimizer_arguments(parser)
     add(
         "--l2-wrap",
         type=not_negative,
@@ -301,7 +382,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=natural, default=0, help="seed of parameters, data order and sample")
     add("--eval-every", type=positive, default=250, help="steps between held-out losses")
     add("--eval-tokens", type=count, default=65536, help="held-out tokens that are predicted")
-    add("--save-every", type=positive, default=500, help="steps between checkpoints")
+    add_keeping_arguments(parser)
     add("--out", type=path, default=Path("out/train"), help="output folder")
     add(
         "--cache",
@@ -345,11 +426,25 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         type=above_zero,
         help="peak TFLOP/s of a device, to print how much is used",
     )
+    add(
+        OPTION,
+        type=path,
+        metavar="FILE",
+        help="TOML file of options, such as learning-rate = 1e-3; those of the command line count "
+        "more",
+    )
+    add(
+        "--dry-run",
+        action="store_true",
+        help="print the sizes of the run, its memory and an estimate of its speed, and end",
+    )
+    argv = with_file(parser, sys.argv[1:] if argv is None else argv)
     task = argparse.ArgumentParser(add_help=False)
     task.add_argument("--task", choices=TASKS)
     if name := task.parse_known_args(argv)[0].task:
         parser.set_defaults(**TASKS[name].options)
     args = parser.parse_args(argv)
+    check_habits(parser, args)
     if args.task and args.data:
         parser.error("--data and --task exclude each other")
     if args.model and (

@@ -15,8 +15,11 @@ from rwkv_jax._training import checkpoints, parts
 from rwkv_jax._training.processes import by_first
 
 MODEL, ADAPTER, STATES = "model.safetensors", "adapter", "state.pth"
-LOG, PLOT = "log.json", "loss.png"
+AVERAGE, LOG, PLOT = "ema.safetensors", "log.json", "loss.png"
 """What a finished run has in its folder. The adapter is a folder of PEFT."""
+
+METRICS = "metrics.jsonl"
+"""A file of a run from its begin on."""
 
 
 @contextlib.contextmanager
@@ -34,7 +37,7 @@ def reserved(args: argparse.Namespace) -> Iterator[int]:
                 args.out.mkdir(parents=True, exist_ok=True)
                 _lock(lock.enter_context(open(args.out / "lock", "a")), args.out)
                 tempfile.TemporaryFile(dir=args.out).close()
-                for name in _present(args.out):
+                for name in _present(args.out, METRICS):
                     if name != ADAPTER:
                         open(args.out / name, "r+b").close()
             if args.resume:
@@ -65,9 +68,10 @@ def _lock(file: IO[str], folder: Path) -> None:
         print(f"--out {folder} has no lock ({error}); start no other run in it", file=sys.stderr)
 
 
-def _present(folder: Path) -> list[str]:
-    """The files of a finished run in the folder."""
-    return [name for name in (MODEL, ADAPTER, STATES, LOG, PLOT) if (folder / name).exists()]
+def _present(folder: Path, *more: str) -> list[str]:
+    """The files of a finished run in the folder, and those of `more`."""
+    names = (MODEL, AVERAGE, ADAPTER, STATES, LOG, PLOT, *more)
+    return [name for name in names if (folder / name).exists()]
 
 
 def _check_empty(folder: Path) -> None:
@@ -82,22 +86,30 @@ def _check_empty(folder: Path) -> None:
 def results(args: argparse.Namespace) -> list[str]:
     """What of a model a run writes."""
     named = parts.targets(args.train)
-    found = {MODEL: bool(parts.patterns(args.train)), ADAPTER: parts.LORA in named}
-    return [name for name, there in (found | {STATES: parts.STATES in named}).items() if there]
+    found = {
+        MODEL: bool(parts.patterns(args.train)),
+        AVERAGE: args.ema is not None,
+        ADAPTER: parts.LORA in named,
+        STATES: parts.STATES in named,
+    }
+    return [name for name, there in found.items() if there]
 
 
-def save(args: argparse.Namespace, result: parts.Parts) -> None:
-    """Write what of a model was trained, in place of what an earlier run has written, but for what
-    this run began with."""
+def save(args: argparse.Namespace, result: parts.Parts, average: parts.Parts | None) -> None:
+    """Write what of a model was trained, and its average if there is one, in place of what an
+    earlier run has written, but for what this run began with."""
     written = results(args)
+    others = {MODEL, AVERAGE, ADAPTER, STATES} - {*written}
     began = [Path(x).resolve() for x in (args.model, args.adapter, args.initial_state) if x]
-    for path in (args.out / name for name in (MODEL, ADAPTER, STATES) if name not in written):
+    for path in (args.out / name for name in others):
         if path.is_dir() and path.resolve() not in began:
             shutil.rmtree(path)
         elif path.resolve() not in began:
             path.unlink(missing_ok=True)
     if MODEL in written:
         models.save(args.out / MODEL, result.params)
+    if average is not None:
+        models.save(args.out / AVERAGE, average.params)
     if ADAPTER in written:
         names = "hf" if hasattr(result.params.blocks[0].att, "r_k") else "official"
         finetuning.save_adapter(args.out / ADAPTER, result.adapter, names=names, base=args.model)

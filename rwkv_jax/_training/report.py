@@ -42,6 +42,8 @@ def plot(path: Path, log: Log) -> None:
         range(1, len(log["train"]) + 1), log["train"], lw=0.5, alpha=0.6, label="RWKV-7, training"
     )
     axes.plot(*zip(*log["held_out"], strict=True), "o-", label="RWKV-7, held out")
+    if log["averaged"]:
+        axes.plot(*zip(*log["averaged"], strict=True), "o-", label="average, held out")
     for (name, loss), style in zip(log["ngrams"].items(), (":", "--"), strict=False):
         axes.axhline(loss, color="gray", ls=style, label=f"{name}, held out")
     axes.set(xlabel="step", ylabel="loss (nats per token)", ylim=(0, None))
@@ -58,11 +60,13 @@ def bytes_per_token(tokenizer: Tokenizer | None, held_out: Batch) -> float | Non
     return len(tokenizer.decode_bytes(targets.ravel())) / targets.size or None
 
 
-def table(log: Log, size: float | None, name: str = "RWKV-7") -> str:
-    """The held-out losses of the model of this name and of the n-gram models. `size` is that of a
-    token in bytes."""
+def table(log: Log, step: int, size: float | None, name: str = "RWKV-7") -> str:
+    """The held-out losses of the model of this name after a step, of the average of its parameters,
+    and of the n-gram models. `size` is that of a token in bytes."""
+    ours = {name: log["held_out"], "average": log["averaged"]}
+    after = {of: loss for of, pairs in ours.items() for at, loss in pairs if at == step}
     lines = [f"{'held-out loss':14} nats/token" + ("  bits/byte" if size else "")]
-    for of, loss in (log["ngrams"] | {name: log["held_out"][-1][1]}).items():
+    for of, loss in (log["ngrams"] | after).items():
         bits = f"  {loss / math.log(2) / size:9.3f}" if size else ""
         lines.append(f"{of:14} {loss:10.3f}{bits}")
     return "\n".join(lines)

@@ -16,6 +16,7 @@ from rwkv_jax._training import (
     data,
     devices,
     documents,
+    dry_run,
     language_model,
     loop,
     options,
@@ -43,15 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     # On a GPU XLA may otherwise choose other kernels in a run that is resumed.
     overlap = [xla_flags.OVERLAP] if args.mesh else []
     xla_flags.add(xla_flags.CUBLAS, xla_flags.DETERMINISTIC, *overlap)
-    compilation.use_cache(args.cache)
+    compilation.use_cache(None if args.dry_run else args.cache)
     start.part("import")
     processes.connect(args.coordinator, args.processes, args.process)
     shown = sys.stdout if jax.process_index() == 0 else None
-    with (
-        contextlib.redirect_stdout(shown),
-        outputs.reserved(args) as saved,
-        processes.watched(args.out),
-    ):
+    reserved = contextlib.nullcontext(0) if args.dry_run else outputs.reserved(args)
+    with contextlib.redirect_stdout(shown), reserved as saved, processes.watched(args.out):
         return run(args, saved, start)
 
 
@@ -96,9 +94,12 @@ def run(args: argparse.Namespace, saved: int, start: clocks.Start) -> int:
             f"numbers are trained, on {devices.describe(model.mesh)}, {args.dtype}"
         )
         print(source)
-        if args.cache:
-            print(f"Compiled programs are kept in {args.cache}")
         try:
+            if args.dry_run:
+                print(dry_run.describe(args, model, source))
+                return 0
+            if args.cache:
+                print(f"Compiled programs are kept in {args.cache}")
             results = loop.train(args, model, source, recorded, start, saved=saved, parts=initial)
         except NotImplementedError as error:
             if not args.implementation:
@@ -106,29 +107,32 @@ def run(args: argparse.Namespace, saved: int, start: clocks.Start) -> int:
             sys.exit(f"--implementation: {error}")
     if results is None:
         return 130
-    log, result = results
     if model.mesh.size > 1:
-        # Each process has the whole arrays, of which it decodes and saves a copy on one device.
-        whole = devices.gathered(result, model.mesh)
-        result = jax.tree.map(lambda x: x.addressable_data(0), whole)
+        parts, average = (_on_one_device(x, model.mesh) for x in (results.parts, results.average))
+        results = results._replace(parts=parts, average=average)
     if jax.process_index() == 0:
         with outputs.written(args.out):
-            outputs.save(args, result)
-    report_on(args, model, source, log, recorded, result)
+            outputs.save(args, results.parts, results.average)
+    report_on(args, model, source, results, recorded)
     return 0
+
+
+def _on_one_device(parts: Parts | None, mesh: jax.sharding.Mesh) -> Parts | None:
+    """A copy of the whole arrays, which each process has, to decode with it and to save it."""
+    return jax.tree.map(lambda x: x.addressable_data(0), devices.gathered(parts, mesh))
 
 
 def report_on(
     args: argparse.Namespace,
     model: language_model.Model,
     source: data.Source,
-    log: checkpoints.Log,
+    results: loop.Trained,
     recorded: checkpoints.Options,
-    result: Parts,
 ) -> None:
     """Print what a finished run has learned and what reads it, and write the log."""
+    log, result = results.log, results.parts
     size = report.bytes_per_token(source.tokenizer, source.held_out)
-    print(f"\n{report.table(log, size, model.generation)}")
+    print(f"\n{report.table(log, results.step, size, model.generation)}")
     if isinstance(source, documents.Documents) and (share := source.efficiency) is not None:
         print(f"\n{share:.1%} of the places of all rows had a token to predict")
     found, learned, prompt = {"options": recorded, **log}, "", args.prompt
@@ -145,8 +149,9 @@ def report_on(
         with outputs.written(args.out):
             (args.out / outputs.LOG).write_text(json.dumps(found, indent=1))
             report.plot(args.out / outputs.PLOT, log)
-    written = ", ".join(outputs.results(args))
-    print(f"{learned}\nWrote {written}, a checkpoint, log.json and loss.png to {args.out}")
+    names = [*outputs.results(args), "a checkpoint", outputs.METRICS]
+    written = ", ".join([*names, f"{outputs.LOG} and {outputs.PLOT}"])
+    print(f"{learned}\nWrote {written} to {args.out}")
     name = source.tokenizer.name if source.tokenizer else None
     vocabulary = model.config.vocab_size
     line = [*outputs.command(args, vocabulary, name), "--prompt", prompt or "..."]

@@ -13,11 +13,12 @@ from jax.sharding import PartitionSpec as P
 
 from rwkv_jax import finetuning
 from rwkv_jax._training import copies
+from rwkv_jax._training.accumulation import accumulated
 from rwkv_jax._training.clocks import Start
 from rwkv_jax._training.data import Batch
 from rwkv_jax._training.devices import place
 from rwkv_jax._training.language_model import Model, mean_loss
-from rwkv_jax._training.optimizer import updated
+from rwkv_jax._training.optimizer import measured, updated
 from rwkv_jax._training.parts import Parts
 from rwkv_jax.models import rwkv7
 
@@ -37,6 +38,15 @@ class State(NamedTuple):
     optimizer: optax.OptState
     copies: Any
     frozen: Parts
+
+
+class Measures(NamedTuple):
+    """What a step measures, each a float32 scalar: the mean loss before the step, in nats, the norm
+    of its gradients before they are clipped, and its learning rate."""
+
+    loss: jax.Array
+    gradient_norm: jax.Array
+    learning_rate: jax.Array
 
 
 def state_of(model: Model, params: Parts, optimizer: optax.OptState, frozen: Parts) -> State:
@@ -144,13 +154,18 @@ def restored(
 
 
 def train_step(
-    model: Model, optimizer: optax.GradientTransformation, shapes: State, l2_wrap: float
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    shapes: State,
+    l2_wrap: float,
+    parts: int = 1,
 ) -> Any:
     """The jitted training step: from a state and a batch to the next state, which is where `shapes`
-    say, and the mean loss before the change. The arrays of the given state are deleted."""
+    say, and what it measures. It computes so many parts of the batch one after another. The arrays
+    of the given state are deleted."""
 
-    def step(state: State, batch: Batch) -> tuple[State, jax.Array]:
-        def loss(params: Parts) -> jax.Array:
+    def step(state: State, batch: Batch) -> tuple[State, Measures]:
+        def loss(params: Parts, batch: Batch) -> jax.Array:
             return mean_loss(
                 *(model, finetuning.join(params, state.frozen), batch),
                 copies=state.copies,
@@ -158,14 +173,15 @@ def train_step(
                 training=True,
             )
 
-        loss_before, gradients = jax.value_and_grad(loss)(state.params)
+        loss_before, gradients = accumulated(loss, state.params, batch, parts)
         params, moments = updated(optimizer, gradients, state.optimizer, state.params)
-        return state_of(model, params, moments, state.frozen), loss_before
+        after = state_of(model, params, moments, state.frozen)
+        return after, Measures(loss_before, *measured(moments))
 
     return jax.jit(step, donate_argnums=0, out_shardings=(_places(shapes), None))
 
 
-Step: TypeAlias = Callable[[State, Batch], tuple[State, jax.Array]]
+Step: TypeAlias = Callable[[State, Batch], tuple[State, Measures]]
 
 
 def compiled_step(
@@ -174,10 +190,11 @@ def compiled_step(
     shapes: State,
     batch: Batch,
     l2_wrap: float,
+    parts: int,
     start: Start,
 ) -> Future[Step]:
     """`train_step` for batches like `batch`, which a thread compiles."""
-    traced = train_step(model, optimizer, shapes, l2_wrap).trace(shapes, batch)
+    traced = train_step(model, optimizer, shapes, l2_wrap, parts).trace(shapes, batch)
     start.part("trace")
     lowered = traced.lower()
     start.part("lower")

@@ -77,6 +77,7 @@ class Examples(ByStep):
 
     ngrams: Mapping[str, float] = {}
     checksum: int | None = None
+    tokens: int | None = None
 
     def __init__(self, args: argparse.Namespace):
         self._task, self._seed = TASKS[args.task], args.seed

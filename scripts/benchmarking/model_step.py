@@ -102,15 +102,15 @@ def make_optimizer(learning_rate: float, warmup: int, steps: int, weight_decay: 
     """The optimizer of train.py, which needs optax. Where optax is not installed, it is an AdamW of
     the same cost without a schedule, for timing alone."""
     try:
-        from rwkv_jax._training import optimizer
+        from rwkv_jax._training import optimizer, options
     except ImportError:
         return _adamw(learning_rate, weight_decay)
-    transformation = optimizer.make_optimizer(
-        argparse.Namespace(
-            learning_rate=learning_rate, warmup=warmup, steps=steps, weight_decay=weight_decay
-        )
+    parser = argparse.ArgumentParser()
+    options.add_optimizer_arguments(parser)
+    parser.set_defaults(
+        learning_rate=learning_rate, warmup=warmup, steps=steps, weight_decay=weight_decay
     )
-
+    transformation = optimizer.make_optimizer(parser.parse_args([]))
     return Optimizer(transformation.init, functools.partial(optimizer.updated, transformation))
 
 
@@ -122,7 +122,7 @@ def _adamw(rate: float, decay: float, b1: float = 0.9, b2: float = 0.99) -> Opti
     def update(gradients: Any, state: Any, params: Any) -> tuple[Any, Any]:
         count, first, second = state
         count += 1
-        gradients = clipped(gradients, 1.0)
+        gradients, _ = clipped(gradients, 1.0)
         first = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, first, gradients)
         second = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, second, gradients)
 

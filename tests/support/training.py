@@ -1,0 +1,33 @@
+"""Runs of training whose steps compute nothing."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import ModuleType
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+
+def measuring(
+    train: ModuleType,
+    patch: pytest.MonkeyPatch,
+    loss: Callable[[], Any],
+    norm: Callable[[], Any] = lambda: jnp.float32(1.0),
+) -> None:
+    """Steps compute nothing, but measure a loss and a norm of gradients."""
+
+    def step(state: Any, _: Any) -> tuple[Any, Any]:
+        return state, train.loop.steps.Measures(loss(), norm(), jnp.float32(0.1))
+
+    compiled: Future[Any] = Future()
+    compiled.set_result(step)
+    patch.setattr(train.loop, "compiled_step", lambda *_: compiled)
+
+
+def without_computing(train: ModuleType, patch: pytest.MonkeyPatch) -> None:
+    measuring(train, patch, lambda: jnp.float32(9.0))
+    patch.setattr(train.loop, "evaluation", lambda *_: lambda _: 5.0)
+    patch.setattr(train.report, "speed", lambda *_: "")
+    patch.setattr(train.report, "sample", lambda *_: "")
+    patch.setattr(train.report, "plot", lambda path, _: path.touch())
