@@ -164,12 +164,15 @@ def embedding(table: Array, tokens: Array, place: NamedSharding, dtype: DTypeLik
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def constrained(place: NamedSharding, gathered: NamedSharding, x: Array) -> Array:
-    """A parameter that is at `place`, where the compiler gathers it to. Its gradient is at `place`
-    before it is cast, so that it is scattered as soon as it is computed."""
+    """A parameter that is at `place`, where the compiler gathers it to. Its gradient goes the way
+    back before it is cast: only then does the compiler make one collective of its sum over devices
+    and the part of it that a device takes."""
     return lax.with_sharding_constraint(x, gathered)
 
 
 constrained.defvjp(
     lambda place, gathered, x: (constrained(place, gathered, x), None),
-    lambda place, gathered, _, dx: (lax.with_sharding_constraint(dx, place),),
+    lambda place, gathered, _, dx: (
+        lax.with_sharding_constraint(lax.with_sharding_constraint(dx, gathered), place),
+    ),
 )
