@@ -72,7 +72,7 @@ def sensitive(rate: float) -> Any:
 
 def trains(train: ModuleType, folder: Path, out: str, *options: str) -> None:
     """A run that computes its steps and nothing else."""
-    given = f"--data={folder / 'text'}", f"--out={folder / out}", "--eval-bytes=64", "--cache=none"
+    given = f"--data={folder / 'text'}", f"--out={folder / out}", "--eval-tokens=64", "--cache=none"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train.loop, "make_optimizer", lambda *_: sensitive(0.02))
         patch.setattr(train.loop, "evaluation", lambda *_: lambda _: 5.0)
@@ -125,7 +125,7 @@ def port() -> Iterator[int]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "text").write_bytes(np.random.default_rng(0).bytes(2000))
+    (tmp_path / "text").write_bytes(np.random.default_rng(0).integers(32, 127, 2000, np.uint8).tobytes())
     return tmp_path
 
 

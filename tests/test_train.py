@@ -216,8 +216,9 @@ def test_standard_library_is_the_default(train: ModuleType) -> None:
     assert b"class OrderedDict" in bytes(text) + bytes(held_out)
     source = train.source_of(train.options.parse(["--eval-tokens=256"]))
     assert source.held_out.tokens.shape == (2, 128)
-    log = {"held_out": [[1, 2.0]], "ngrams": source.ngrams}
-    table = train.report.table(log, train.report.bytes_per_token(source.tokenizer, source.held_out))
+    log = {"held_out": [[1, 2.0]], "averaged": [], "ngrams": source.ngrams}
+    size = train.report.bytes_per_token(source.tokenizer, source.held_out)
+    table = train.report.table(log, 1, size)
     assert table.splitlines()[0].split() == ["held-out", "loss", "nats/token", "bits/byte"]
     assert [line.split()[0] for line in table.splitlines()[1:]] == ["unigram", "bigram", "RWKV-7"]
 

@@ -142,8 +142,8 @@ def test_what_is_frozen_stays(train: ModuleType, base: Path, folder: Path, base_
         state, _ = step(state, train.data.windows(rows))
     jax.tree.map(np.testing.assert_array_equal, state.frozen.params, expected)
     assert jax.tree.leaves(state.params.params) == []
-    of_moments = sum(x.size for x in jax.tree.leaves(state.optimizer))
-    assert of_moments == 2 * sum(x.size for x in jax.tree.leaves(state.params)) + 2
+    of_moments = sum(x.size for x in jax.tree.leaves(state.optimizer) if x.ndim)
+    assert of_moments == 2 * sum(x.size for x in jax.tree.leaves(state.params))
 
 
 def test_packed_rows_are_rows_of_a_document_each(
@@ -196,7 +196,7 @@ def test_stale_results(train: ModuleType, base: Path, tmp_path: Path) -> None:
     model = tmp_path / "model.safetensors"
     for given, names in ((model, {"model.safetensors", "state.pth"}), (base, {"state.pth"})):
         options = [f"--model={given}", "--train=states", f"--out={tmp_path}"]
-        train.outputs.save(train.options.parse(options), parts)
+        train.outputs.save(train.options.parse(options), parts, None)
         assert {path.name for path in tmp_path.iterdir()} == names
 
 

@@ -28,11 +28,11 @@ def test_a_batch_in_parts(train: ModuleType) -> None:
     accumulation = importlib.import_module("rwkv_jax._training.accumulation")
     rng = np.random.default_rng(0)
     mask = np.arange(8)[:, None] % 4 * 5 > np.arange(16)
-    batch = train.data.Batch(rng.integers(256, size=(8, 17)), mask)
+    batch = train.data.windows(rng.integers(256, size=(8, 17)))._replace(mask=mask)
     weight = jnp.asarray(rng.standard_normal(16))
 
     def mean_loss(weight: jax.Array, batch: Any) -> jax.Array:
-        losses = jnp.sin(weight * batch.tokens[:, 1:])
+        losses = jnp.sin(weight * batch.targets)
         if batch.mask is None:
             return losses.mean()
         return (losses * batch.mask).sum() / jnp.maximum(batch.mask.sum(), 1)
@@ -54,7 +54,7 @@ def test_parts_take_less_memory(train: ModuleType) -> None:
     model, _ = train.prepare(args)
     optimizer = train.loop.make_optimizer(args)
     shapes = steps.state_shapes(model, optimizer)
-    batch = train.data.Batch(np.random.default_rng(0).integers(256, size=(8, 65), dtype=np.int32))
+    batch = train.data.windows(np.random.default_rng(0).integers(256, size=(8, 65), dtype=np.int32))
     found = []
     for parts in (1, 4):
         step = steps.train_step(model, optimizer, shapes, 0.0, parts).lower(shapes, batch).compile()
@@ -74,7 +74,7 @@ def test_parts_gather_parameters_anew(train: ModuleType) -> None:
     model, _ = train.prepare(args)
     optimizer = train.loop.make_optimizer(args, model.mesh.size)
     shapes = steps.state_shapes(model, optimizer)
-    batch = steps.on_mesh(train.data.Batch(np.zeros((8, 17), np.int32)), model.mesh)
+    batch = steps.on_mesh(train.data.windows(np.zeros((8, 17), np.int32)), model.mesh)
     step = steps.train_step(model, optimizer, shapes, 0.0, 2).lower(shapes, batch).compile()
     loop, _, entry = step.as_text().partition("\nENTRY ")
     assert " all-gather(" in loop

@@ -36,7 +36,7 @@ def given(tmp_path: Path) -> list[str]:
     text = tmp_path / "text"
     text.write_bytes(b"the quick brown fox\n" * 100)
     options = {"layers": 1, "width": 32, "head-size": 16, "steps": 4, "batch": 2, "context": 16}
-    options |= {"eval-bytes": 48, "save-every": 1, "cache": "none", "data": text}
+    options |= {"eval-tokens": 48, "save-every": 1, "cache": "none", "data": text}
     return [f"--{n}={x}" for n, x in (options | {"out": tmp_path / "out"}).items()]
 
 
@@ -301,7 +301,7 @@ def test_dry_run(
         found.append({line[:20].strip(): line[22:] for line in lines if "  " in line})
     assert {*tmp_path.rglob("*")} == before
     whole, parts = found
-    count = train.sizes.size(train.prepare(train.options.parse(given))[0].shapes())
+    count = train.sizes.size(train.prepare(train.options.parse(given))[0].shapes.params)
     assert whole["parameters"] == f"{count:,}, {count:,} trained"
     assert whole["tokens a step"] == "256"
     assert whole["steps an epoch"] == f"{1900 / 256:.1f}"
@@ -310,5 +310,5 @@ def test_dry_run(
     assert whole["a checkpoint"].split()[0] == f"{(12 * count + 16) / 1e6:.3f}"
     memory = [float(x["arrays in a step"].partition(" ")[0]) for x in found]
     assert memory[1] < 0.9 * memory[0]
-    operations = train.sizes.flops_per_token(train.prepare(train.options.parse(given))[0].shapes())
+    operations = train.sizes.flops_per_token(train.prepare(train.options.parse(given))[0].shapes.params)
     assert parts["speed"].startswith(f"{operations * 256 / 0.4e12:.3g} s a step")
