@@ -125,7 +125,8 @@ def port() -> Iterator[int]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "text").write_bytes(np.random.default_rng(0).integers(32, 127, 2000, np.uint8).tobytes())
+    text = np.random.default_rng(0).integers(32, 127, 2000, np.uint8)
+    (tmp_path / "text").write_bytes(text.tobytes())
     return tmp_path
 
 
