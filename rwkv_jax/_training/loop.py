@@ -21,7 +21,7 @@ from rwkv_jax._training.optimizer import average, make_optimizer
 from rwkv_jax._training.parts import Parts
 from rwkv_jax._training.processes import by_first
 from rwkv_jax._training.progress import Progress
-from rwkv_jax._training.steps import Step, compiled_step, evaluation
+from rwkv_jax._training.steps import State, Step, compiled_step, evaluation
 
 
 class Trained(NamedTuple):
@@ -67,6 +67,10 @@ def train(
     evaluate = evaluation(model, source.held_out, args.batch // args.accumulate)
     done, stopped = saved, False
     began = saved_at = time.perf_counter()
+    making: Future[State] | None = None
+    if not saved and parts is None:
+        making = steps.new_state(model, optimizer, shapes, args.seed)
+        start.part("trace of the initial state")
 
     def make(step: int) -> Batch:
         return steps.on_mesh(source.batch(step), model.mesh)
@@ -88,6 +92,8 @@ def train(
             arrays = checkpoints.load(args.out, saved, steps.named(shapes))
             state = steps.restored(model, shapes, arrays, parts)
             print(f"Continuing after step {saved}")
+        elif making is not None:
+            state = making.result()
         else:
             state = steps.initial_state(model, optimizer, shapes, seed=args.seed, parts=parts)
         jax.block_until_ready(state)

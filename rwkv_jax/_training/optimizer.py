@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+from rwkv_jax._training.by_block import by_block
 from rwkv_jax._training.clipping import clipped
 from rwkv_jax._training.schedules import make_schedule
 from rwkv_jax.models import rwkv7
@@ -43,14 +44,14 @@ def make_optimizer(args: argparse.Namespace, devices: int = 1) -> optax.Gradient
     `average` read.
     """
     moments = jnp.bfloat16 if args.moments == "bfloat16" else None
-    return optax.chain(
-        _clipping(args.clip, joined=devices == 1),
+    own = optax.chain(
         optax.scale_by_adam(0.9, 0.99, eps=1e-18, mu_dtype=moments),
         optax.add_decayed_weights(args.weight_decay, rwkv7.weight_decays),
         optax.stateless(functools.partial(_faster, _factor_of_states(args))),
         _scaling(make_schedule(args)),
         *([_averaging(args.ema)] if args.ema else []),
     )
+    return optax.chain(_clipping(args.clip, joined=devices == 1), by_block(own))
 
 
 def _clipping(limit: float, *, joined: bool) -> optax.GradientTransformation:

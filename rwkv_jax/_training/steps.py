@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import numpy as np
@@ -21,6 +21,8 @@ from rwkv_jax._training.language_model import Model, mean_loss
 from rwkv_jax._training.optimizer import measured, updated
 from rwkv_jax._training.parts import Parts
 from rwkv_jax.models import rwkv7
+
+T = TypeVar("T")
 
 
 class State(NamedTuple):
@@ -108,26 +110,32 @@ def initial_state(
 ) -> State:
     """The state before the first step, with `parts`, or with initial parameters from the seed,
     where `shapes` say. The arrays of `parts` are deleted or those of the state."""
-    initial = functools.partial(_initial, model, optimizer)
-    places = _places(shapes)
-    if parts is not None:
-        params, frozen = model.split(parts)
-        placed = _placed(params, shapes.params)
+    if parts is None:
+        return new_state(model, optimizer, shapes, seed).result()
+    params, frozen = model.split(parts)
+    placed = _placed(params, shapes.params)
 
-        def begin(params: Parts) -> State:
-            nothing = jax.tree.map(lambda _: None, frozen)
-            return state_of(model, params, optimizer.init(params), nothing)
+    def begin(params: Parts) -> State:
+        nothing = jax.tree.map(lambda _: None, frozen)
+        return state_of(model, params, optimizer.init(params), nothing)
 
-        without = places._replace(frozen=jax.tree.map(lambda _: None, frozen))
-        state = jax.jit(begin, donate_argnums=0, out_shardings=without)(placed)
-        return state._replace(frozen=_placed(frozen, shapes.frozen))
+    without = _places(shapes)._replace(frozen=jax.tree.map(lambda _: None, frozen))
+    state = jax.jit(begin, donate_argnums=0, out_shardings=without)(placed)
+    return state._replace(frozen=_placed(frozen, shapes.frozen))
+
+
+def new_state(
+    model: Model, optimizer: optax.GradientTransformation, shapes: State, seed: int
+) -> Future[State]:
+    """The state before the first step of a new model, which a thread computes."""
 
     def new(seed: jax.Array) -> State:
         # The key that Flax NNX makes of a seed.
         key = jax.random.fold_in(jax.random.key(seed), 0)
-        return initial(Parts(rwkv7.init(key, model.config)))
+        return _initial(model, optimizer, Parts(rwkv7.init(key, model.config)))
 
-    return jax.jit(new, out_shardings=places)(np.uint32(seed))
+    lowered = jax.jit(new, out_shardings=_places(shapes)).lower(np.uint32(seed))
+    return in_thread(lambda: jax.block_until_ready(lowered.compile()(np.uint32(seed))))
 
 
 def named(state: State) -> dict[str, Any]:
@@ -198,10 +206,15 @@ def compiled_step(
     start.part("trace")
     lowered = traced.lower()
     start.part("lower")
+    return in_thread(lowered.compile)
+
+
+def in_thread(work: Callable[[], T]) -> Future[T]:
+    """What a thread of its own computes."""
     pool = ThreadPoolExecutor(1)
-    compiling = pool.submit(lowered.compile)
+    found = pool.submit(work)
     pool.shutdown(wait=False)
-    return compiling
+    return found
 
 
 def evaluation(model: Model, held_out: Batch, rows: int) -> Callable[[Parts], float]:
