@@ -711,6 +711,7 @@ __device__ void MakeFactors(TokenFactors& factors) {
   const float all = __shfl_sync(~0u, upto, kTileTokens - 1);
   const float before = __shfl_sync(~0u, upto, Lane() - 1 & 31);
   const float sum = !kReverse ? upto : row > 0 ? before : 0.0f;
+  __syncwarp();  // two lanes have read what one of them writes
   if (Lane() >= kTileTokens) return;
   factors.log[row] = sum;
   factors.read[row] = (kReverse ? -beta : 1.0f) * Exp2(sum);
