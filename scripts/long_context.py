@@ -68,6 +68,7 @@ def measure(args: argparse.Namespace, tokens: int, gradients: str) -> Figures:
         pieces={"piece": args.piece, "truncate": gradients == "truncated"},
         steps=args.steps,
         repeats=args.repeats,
+        warm_up=1,  # a step may take a minute
     )
     try:
         one = model_step.measure

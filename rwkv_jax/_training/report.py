@@ -22,11 +22,16 @@ from rwkv_jax.tokenizers import Tokenizer
 
 
 def speed(model: Model, tokens_per_second: float, peak: float | None) -> str:
-    """Tokens and operations per second, and which share of `peak` TFLOP/s each device reaches."""
+    """Tokens and operations per second, which share of `peak` TFLOP/s each device reaches, and the
+    most memory that arrays of the run have had on a device, where it tells."""
     _, frozen = model.split(model.shapes)
     teraflops = tokens_per_second * flops_per_token(model.shapes.params, frozen.params) / 1e12
     share = f", {teraflops / model.mesh.size / peak:.1%} of the peak" if peak else ""
-    return f"{tokens_per_second:,.0f} tokens/s after the first step, {teraflops:.3g} TFLOP/s{share}"
+    memory = [x.memory_stats() or {} for x in model.mesh.local_devices]
+    most = max(x.get("peak_bytes_in_use", 0) for x in memory)
+    used = f", at most {most / 1e9:.1f} GB" if most else ""
+    rate = f"{tokens_per_second:,.0f} tokens/s after the first step"
+    return f"{rate}, {teraflops:.3g} TFLOP/s{share}{used}"
 
 
 def plot(path: Path, log: Log) -> None:

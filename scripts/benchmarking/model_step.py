@@ -25,9 +25,6 @@ from rwkv_jax.models import rwkv7
 
 Figures: TypeAlias = dict[str, Any]
 
-WARM_UP = 3
-"""Steps before the first one that is timed."""
-
 
 class Row(NamedTuple):
     """A size of a model, and the rows of its batch."""
@@ -52,6 +49,7 @@ class Settings:
       pieces: the arguments `piece` and `truncate` of `losses.in_pieces`; None for whole rows.
       steps: how many steps are timed together.
       repeats: how often they are timed. The median counts.
+      warm_up: how many steps come before the first one that is timed.
       peak: operations that the device could do in a second.
       forward: whether the forward pass is timed as well.
       profile: whether the kernels of a training step are measured.
@@ -65,6 +63,7 @@ class Settings:
     pieces: Mapping[str, Any] | None = None
     steps: int = 10
     repeats: int = 3
+    warm_up: int = 3
     peak: float = 989e12
     forward: bool = False
     profile: bool = False
@@ -231,7 +230,7 @@ def measure(row: Row, settings: Settings) -> list[Figures]:
             state, loss = compiled(state, tokens)
         return loss
 
-    jax.block_until_ready(run(WARM_UP))
+    jax.block_until_ready(run(settings.warm_up))
     training |= about | {"pass": "training", **_timed(run, flops, row, settings)}
     training |= {"loss": float(loss), "peak_bytes": _peak_bytes()}
     if settings.profile:
@@ -251,7 +250,7 @@ def measure(row: Row, settings: Settings) -> list[Figures]:
         def passes(count: int) -> Array:
             return [call(params, tokens) for _ in range(count)][-1]
 
-        jax.block_until_ready(passes(WARM_UP))
+        jax.block_until_ready(passes(settings.warm_up))
         forward |= about | {"pass": "forward", **_timed(passes, flops / 3, row, settings)}
         figures.append(forward | {"peak_bytes": None})
     return figures
