@@ -125,7 +125,9 @@ def port() -> Iterator[int]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "text").write_bytes(np.random.default_rng(0).integers(32, 127, 2000, np.uint8).tobytes())
+    (tmp_path / "text").write_bytes(
+        np.random.default_rng(0).integers(32, 127, 2000, np.uint8).tobytes()
+    )
     return tmp_path
 
 
