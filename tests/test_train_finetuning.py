@@ -194,7 +194,8 @@ def test_stale_results(train: ModuleType, base: Path, tmp_path: Path) -> None:
         (tmp_path / name).write_text("of an earlier run")
     _, parts = train.prepare(train.options.parse([f"--model={base}", "--train=states"]))
     model = tmp_path / "model.safetensors"
-    for given, names in ((model, {"model.safetensors", "state.pth"}), (base, {"state.pth"})):
+    kept = {"model.safetensors", "state.pth"}
+    for given, names in ((model, kept), (tmp_path, kept), (base, {"state.pth"})):
         options = [f"--model={given}", "--train=states", f"--out={tmp_path}"]
         train.outputs.save(train.options.parse(options), parts, None)
         assert {path.name for path in tmp_path.iterdir()} == names
