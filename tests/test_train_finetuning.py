@@ -201,6 +201,17 @@ def test_stale_results(train: ModuleType, base: Path, tmp_path: Path) -> None:
         assert {path.name for path in tmp_path.iterdir()} == names
 
 
+@pytest.mark.parametrize("trained", ["lora", "lora,ln_out.*"])
+def test_base_of_an_adapter(train: ModuleType, base: Path, tmp_path: Path, trained: str) -> None:
+    """PEFT finds the parameters that the adapter was trained with."""
+    options = [f"--model={base}", f"--train={trained}", f"--out={tmp_path}"]
+    args = train.options.parse(options)
+    train.outputs.save(args, train.prepare(args)[1], None)
+    found = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    written = tmp_path / "model.safetensors"
+    assert found["base_model_name_or_path"] == str(base if trained == "lora" else written)
+
+
 @pytest.mark.slow
 def test_another_generation(train: ModuleType, folder: Path, tmp_path: Path, capsys: Any) -> None:
     model = checkpoints.write_model(tmp_path, "RWKV-6", vocabulary=256)

@@ -114,7 +114,8 @@ def save(args: argparse.Namespace, result: parts.Parts, average: parts.Parts | N
         models.save(args.out / AVERAGE, average.params)
     if ADAPTER in written:
         names = "hf" if hasattr(result.params.blocks[0].att, "r_k") else "official"
-        finetuning.save_adapter(args.out / ADAPTER, result.adapter, names=names, base=args.model)
+        base = args.out / MODEL if MODEL in written else args.model
+        finetuning.save_adapter(args.out / ADAPTER, result.adapter, names=names, base=str(base))
     if STATES in written:
         models.save_state(args.out / STATES, result.initial_state(1, "float32"))
 
