@@ -194,10 +194,22 @@ def test_stale_results(train: ModuleType, base: Path, tmp_path: Path) -> None:
         (tmp_path / name).write_text("of an earlier run")
     _, parts = train.prepare(train.options.parse([f"--model={base}", "--train=states"]))
     model = tmp_path / "model.safetensors"
-    for given, names in ((model, {"model.safetensors", "state.pth"}), (base, {"state.pth"})):
+    kept = {"model.safetensors", "state.pth"}
+    for given, names in ((model, kept), (tmp_path, kept), (base, {"state.pth"})):
         options = [f"--model={given}", "--train=states", f"--out={tmp_path}"]
         train.outputs.save(train.options.parse(options), parts, None)
         assert {path.name for path in tmp_path.iterdir()} == names
+
+
+@pytest.mark.parametrize("trained", ["lora", "lora,ln_out.*"])
+def test_base_of_an_adapter(train: ModuleType, base: Path, tmp_path: Path, trained: str) -> None:
+    """PEFT finds the parameters that the adapter was trained with."""
+    options = [f"--model={base}", f"--train={trained}", f"--out={tmp_path}"]
+    args = train.options.parse(options)
+    train.outputs.save(args, train.prepare(args)[1], None)
+    found = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    written = tmp_path / "model.safetensors"
+    assert found["base_model_name_or_path"] == str(base if trained == "lora" else written)
 
 
 @pytest.mark.slow

@@ -254,6 +254,10 @@ def test_file_of_options(train: ModuleType, tmp_path: Path) -> None:
     expected = {"learning_rate": 1e-3, "save_every": 7, "best": True, "resume": False}
     expected |= {"mesh": {"data": 2}, "steps": 9, "prompt": "--a b", "seed": 2}
     assert args.items() >= expected.items()
+    text = 'train = ["lora", "states"]\ndata = ["a=2", "b"]\nmodel = "m"\nout = "~/out"\n'
+    expected = {"train": "lora,states", "data": ["a=2", "b"], "out": Path("~/out").expanduser()}
+    assert parsed(train, tmp_path, text).items() >= expected.items()
+    assert train.options.parse([f"--opt={tmp_path / 'run.toml'}"]).train == "lora,states"
     # Defaults of a task, which the command line or the file changes.
     args = parsed(train, tmp_path, 'task = "reverse"\nbatch = 3\n', "--context=64")
     assert args.items() >= {"batch": 3, "context": 64, "l2_wrap": 0.0}.items()
@@ -279,6 +283,16 @@ def test_wrong_files_of_options(
     with pytest.raises(SystemExit, match=r"^2$"):
         parsed(train, tmp_path, text)
     assert WRONG[text] in capsys.readouterr().err
+
+
+def test_checkpoint_of_other_files(train: ModuleType, tmp_path: Path) -> None:
+    """The checksums in a checkpoint tell a user nothing."""
+    record = tmp_path / "checkpoint.1" / "record.json"
+    record.parent.mkdir()
+    record.write_text(json.dumps({"options": {"data": 1, "model": 2}}))
+    for wrong, message in (({"data": 3}, "with other data"), ({"model": 3}, "with another model")):
+        with pytest.raises(SystemExit, match=f"checkpoint.1 was made {message}$"):
+            train.checkpoints.record(tmp_path, 1, wrong)
 
 
 def test_wrong_parts(train: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

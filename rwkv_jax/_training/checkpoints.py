@@ -24,6 +24,9 @@ RECORD = "record.json"
 SUMS = "SHA256SUMS"
 """The checksums of the other files, as `sha256sum --check` reads them."""
 
+CHECKSUMS = {"data": "other data", "model": "another model"}
+"""Options in whose place checkpoints have checksums of files."""
+
 Options: TypeAlias = dict[str, str | int | float | None]
 
 
@@ -178,7 +181,8 @@ def record(folder: Path, step: int, options: Options) -> tuple[Log, Any]:
     found = json.loads((checkpoint / RECORD).read_text())
     for name, value in options.items():
         if (before := found["options"].get(name)) != value:
-            sys.exit(f"{checkpoint} was made with {name} {before}, not {value}")
+            differs = CHECKSUMS.get(name, f"{name} {before}, not {value}")
+            sys.exit(f"{checkpoint} was made with {differs}")
     return found["log"], found["data"]
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rwkv_jax import models
+from rwkv_jax import _files, models
 from rwkv_jax._commands import train
 from rwkv_jax._training.checkpoints import Options
 from rwkv_jax._training.compilation import default_cache
@@ -50,7 +50,7 @@ MAY_CHANGE |= {"options", "dry_run", "save_minutes", "keep", "patience", "tensor
 """Options that a resumed run need not share with the interrupted one."""
 
 
-T = TypeVar("T", int, float, str)
+T = TypeVar("T", int, float, str, Path)
 
 
 def accepting(
@@ -81,16 +81,12 @@ temperature = accepting(
     float, lambda x: bool(Sampling(temperature=x)), "0, or a finite number from 1e-6 on"
 )
 filled = accepting(str, lambda x: bool(x.encode()), "a text in UTF-8 of at least one character")
+path = accepting(_files.expanded, bool, "a path")
 address = accepting(
     str,
     lambda x: bool(match := re.fullmatch(r"\S+:(\d+)", x)) and 0 < int(match[1]) < 2**16,
     "HOST:PORT",
 )
-
-
-def path(text: str) -> Path:
-    """A path that is not empty, for `type` of an option."""
-    return Path(accepting(str, bool, "a path")(text))
 
 
 def cache(text: str) -> str | None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from rwkv_jax import finetuning, models, tokenizers
+from rwkv_jax import _files, finetuning, models, tokenizers
 from rwkv_jax._training import checkpoints, parts
 from rwkv_jax._training.processes import by_first
 
@@ -100,7 +100,9 @@ def save(args: argparse.Namespace, result: parts.Parts, average: parts.Parts | N
     earlier run has written, but for what this run began with."""
     written = results(args)
     others = {MODEL, AVERAGE, ADAPTER, STATES} - {*written}
-    began = [Path(x).resolve() for x in (args.model, args.adapter, args.initial_state) if x]
+    given = [_files.expanded(x) for x in (args.model, args.adapter, args.initial_state) if x]
+    # --model may be a folder with one of these files.
+    began = {(x / name).resolve() for x in given for name in (".", MODEL, AVERAGE)}
     for path in (args.out / name for name in others):
         if path.is_dir() and path.resolve() not in began:
             shutil.rmtree(path)
@@ -112,7 +114,8 @@ def save(args: argparse.Namespace, result: parts.Parts, average: parts.Parts | N
         models.save(args.out / AVERAGE, average.params)
     if ADAPTER in written:
         names = "hf" if hasattr(result.params.blocks[0].att, "r_k") else "official"
-        finetuning.save_adapter(args.out / ADAPTER, result.adapter, names=names, base=args.model)
+        base = args.out / MODEL if MODEL in written else args.model
+        finetuning.save_adapter(args.out / ADAPTER, result.adapter, names=names, base=str(base))
     if STATES in written:
         models.save_state(args.out / STATES, result.initial_state(1, "float32"))
 
