@@ -310,5 +310,7 @@ def test_dry_run(
     assert whole["a checkpoint"].split()[0] == f"{(12 * count + 16) / 1e6:.3f}"
     memory = [float(x["arrays in a step"].partition(" ")[0]) for x in found]
     assert memory[1] < 0.9 * memory[0]
-    operations = train.sizes.flops_per_token(train.prepare(train.options.parse(given))[0].shapes.params)
+    operations = train.sizes.flops_per_token(
+        train.prepare(train.options.parse(given))[0].shapes.params
+    )
     assert parts["speed"].startswith(f"{operations * 256 / 0.4e12:.3g} s a step")
