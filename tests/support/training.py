@@ -31,7 +31,7 @@ def without_computing(train: ModuleType, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(train.loop, "evaluation", lambda *_: lambda _: 5.0)
     patch.setattr(train.report, "speed", lambda *_: "")
     patch.setattr(train.report, "sample", lambda *_: "")
-    patch.setattr(train.report, "plot", lambda path, _: path.touch())
+    patch.setattr(train.report, "plot", lambda path, *_: path.touch())
 
 
 def cheap_loss(model: Any, parts: Any, batch: Any, **_: Any) -> jax.Array:
