@@ -93,6 +93,8 @@ def test_blocks_that_the_compiler_partitions(train: ModuleType, tmp_path: Path, 
     gathered = {shape: found["all-gather", "bf16", shape] for shape in of_blocks}
     head = (VOCABULARY // model.mesh.shape["model"], WIDTH)
     assert gathered == of_blocks
+    # Only tokens of a sequence go from one device to the next.
+    assert ("seq" in mesh) == any(kind == "collective-permute" for kind, *_ in found)
     assert found["all-gather", "bf16", head] == 1
 
     def size(kind: str, dtype: str, axes: int) -> int:

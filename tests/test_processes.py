@@ -23,13 +23,14 @@ import numpy as np
 import pytest
 
 from support import scripts, tolerance
+from support.training import cheap_loss
 
 TESTS = Path(__file__).parent
 MODEL = ("--layers=2", "--width=32", "--head-size=16", "--batch=2", "--context=32")
-MESHES = ("data=2,seq=2", "seq=2,model=2", "data=2,model=2")
+MESHES = ("data=2,model=2", "seq=2,model=2")
 """Meshes of two processes with two devices each. The first axis lies across the processes."""
 
-SHORT = "--steps=4", "--save-every=2"
+SHORT = "--layers=1", "--steps=4", "--save-every=2"
 LONG = "--layers=1", "--batch=4", "--steps=16", "--save-every=5"
 """Options of runs. The last two checkpoints are kept."""
 
@@ -70,14 +71,16 @@ def sensitive(rate: float) -> Any:
     return optax.adamw(rate, eps=1e-3)
 
 
-def trains(train: ModuleType, folder: Path, out: str, *options: str) -> None:
-    """A run that computes its steps and nothing else."""
+def trains(train: ModuleType, folder: Path, out: str, *options: str, cheaply: bool = False) -> None:
+    """A run that computes its steps and nothing else, perhaps of a cheap loss."""
     given = f"--data={folder / 'text'}", f"--out={folder / out}", "--eval-tokens=64", "--cache=none"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train.loop, "make_optimizer", lambda *_: sensitive(0.02))
         patch.setattr(train.loop, "evaluation", lambda *_: lambda _: 5.0)
         patch.setattr(train.report, "sample", lambda *_: "")
         patch.setattr(train.report, "plot", lambda *_: None)
+        if cheaply:
+            patch.setattr(train.loop.steps, "mean_loss", cheap_loss)
         assert train.main([*MODEL, *given, *options]) == 0
 
 
@@ -94,7 +97,7 @@ def works(folder: Path, index: str, implementation: str) -> None:
         np.savez(folder / f"{index} {mesh}", allow_pickle=False, **results)
 
 
-def is_lost(folder: Path, index: str, implementation: str, *options: str) -> None:
+def is_lost(folder: Path, index: str, *options: str) -> None:
     """What each of two processes does, of which one is killed by itself before it takes the batch
     of a step."""
     *given, victim, last = options
@@ -109,8 +112,8 @@ def is_lost(folder: Path, index: str, implementation: str, *options: str) -> Non
         return take(batches)
 
     ahead.take = until_lost
-    given += [f"--process={index}", f"--implementation={implementation}", "--mesh=data=4"]
-    trains(train, folder, "out", *LONG, *given)
+    given += [f"--process={index}", "--mesh=data=4"]
+    trains(train, folder, "out", *LONG, *given, cheaply=True)
 
 
 @pytest.fixture
@@ -148,7 +151,7 @@ def two_processes(
     runs = []
     for index in ("0", "1"):
         own = {"SLURM_PROCID": index, "SLURM_LOCALID": index}
-        command = [sys.executable, __file__, work, str(folder), index, implementation(), *options]
+        command = [sys.executable, __file__, work, str(folder), index, *options]
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         runs.append(subprocess.Popen(command, env=shared | own, **pipes))
     try:
@@ -187,7 +190,7 @@ def test_two_processes_train_as_one(folder: Path, port: int) -> None:
     with scripts.running(scripts.TRAIN) as train:
         trains(train, folder, "one", *SHORT, kernels)
         unfinish("one, then two", "one")
-        with two_processes(folder, "works", env=slurm) as runs:
+        with two_processes(folder, "works", implementation(), env=slurm) as runs:
             expected = step(train, "--mesh=data=1", kernels)
             codes, outputs = ended(runs)
         assert codes == [0, 0], "\n".join(outputs)
@@ -223,7 +226,7 @@ def test_a_lost_process(folder: Path, port: int, capsys: pytest.CaptureFixture[s
         given += ["--resume"] if "--resume" not in given else []
     assert "Continuing after step 5\n" in both
     with scripts.running(scripts.TRAIN) as train:
-        trains(train, folder, "out", *LONG, f"--implementation={implementation()}", "--resume")
+        trains(train, folder, "out", *LONG, "--resume", cheaply=True)
     assert "Continuing after step 10\n" in capsys.readouterr().out
 
 

@@ -23,7 +23,7 @@ from support.models import random_like, shapes_of
 from support.scripts import AtStep
 
 TEXT = "to be or not to be\n"
-CONFIG = rwkv7.Config(num_layers=2, hidden_size=32, head_size=16, vocab_size=256)
+CONFIG = rwkv7.Config(num_layers=1, hidden_size=32, head_size=16, vocab_size=256)
 
 interrupt = functools.partial(signal.raise_signal, signal.SIGINT)
 
@@ -36,7 +36,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def lasting(at: Any, x: jax.Array) -> jax.Array:
         name = jax.tree_util.keystr(at, simple=True, separator=".")
         x = x - 8 if name.endswith("att.w0") else x
-        return (x * 0.1 if name.endswith("att.key.weight") else x).astype(jnp.bfloat16)
+        scale = {"blocks.0.att.key.weight": 0.1, "blocks.0.att.output.weight": 4}.get(name, 1)
+        return (x * scale).astype(jnp.bfloat16)
 
     params = random_like(shapes_of(rwkv7, CONFIG), 0.5)
     models.save(path, jax.tree_util.tree_map_with_path(lasting, params))
@@ -87,7 +88,7 @@ LEARNED = {
     "lora": ["--train=lora", "--lora-rank=8", "--learning-rate=0.02"],
     "states": ["--train=states", "--states-learning-rate=0.1"],
     "both, int8": ["--train=lora,states", "--base=int8", "--learning-rate=0.02"],
-    "pattern": ["--train=blocks.1.*", "--learning-rate=0.02"],
+    "pattern": ["--train=blocks.0.ffn.*", "--learning-rate=0.02"],
 }
 
 
@@ -98,9 +99,9 @@ def test_learning(
     """A text is learned by what is trained alone. Its loss is also that of the model that the
     printed command reads."""
     text = folder / "text.txt"
-    options = [*LEARNED[name], f"--data={text}", f"--validation={text}", "--steps=60"]
+    options = [*LEARNED[name], f"--data={text}", f"--validation={text}", "--steps=120"]
     before = train.parts.load(train.options.parse([f"--model={base}", *options]), _mesh(train))[0]
-    assert run(*options, "--eval-every=60", "--save-every=60") == 0
+    assert run(*options, "--eval-every=120", "--save-every=120") == 0
     output = capsys.readouterr().out
     losses = log(tmp_path / "out")
     assert losses["held_out"][-1][1] < losses["train"][0] / 2
@@ -117,7 +118,7 @@ def test_learning(
     if name == "pattern":
         new = rwkv7.names(models.load(reads[0]).params)
         for given, x in rwkv7.names(before.params).items():
-            assert np.array_equal(x, new[given]) == (not given.startswith("blocks.1.")), given
+            assert np.array_equal(x, new[given]) == (not given.startswith("blocks.0.ffn.")), given
 
 
 def _mesh(train: ModuleType) -> Any:
@@ -224,10 +225,12 @@ def test_another_generation(train: ModuleType, folder: Path, tmp_path: Path, cap
 
 @pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
-@pytest.mark.parametrize("axes", ["data=2,model=2", "seq=2,model=2"])
-def test_on_a_mesh(run: Run, folder: Path, tmp_path: Path, axes: str) -> None:
+def test_on_a_mesh(
+    run: Run, train: ModuleType, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train.report, "sample", lambda *_: "")
     options = [f"--data={folder / 'talks.jsonl'}", "--train=lora,states", "--steps=3"]
-    for name, more in {"one": [], "several": [f"--mesh={axes}"]}.items():
+    for name, more in {"one": [], "several": ["--mesh=seq=2,model=2"]}.items():
         assert run(*options, *more, out=tmp_path / name) == 0
     one, several = log(tmp_path / "one"), log(tmp_path / "several")
     for name in ("train", "held_out"):

@@ -18,7 +18,7 @@ def test_killed_runs_resume_exactly(tmp_path: Path) -> None:
     text.write_bytes(b"the quick brown fox jumps over the lazy dog\n" * 50)
     given = {"layers": 1, "width": 16, "head-size": 16, "steps": 40, "batch": 2, "context": 16}
     given |= {"eval-tokens": 48, "eval-every": 8, "save-every": 2, "sample": 4, "ema": 0.9}
-    given |= {"data": text, "cache": tmp_path / "cache", "implementation": "reference"}
+    given |= {"data": text, "cache": tmp_path / "cache"}
     options = ["--best", *(f"--{name}={x}" for name, x in given.items())]
 
     def run(out: Path, *when: Any) -> int:

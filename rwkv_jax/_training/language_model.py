@@ -79,7 +79,7 @@ class Model(NamedTuple):
 
     @property
     def exchanges(self) -> bool:
-        """Whether devices exchange parameters and gradients as `training.exchange` has it: where
+        """Whether devices exchange parameters and gradients as `_training.exchange` has it: where
         all parameters of RWKV-7 are trained, and nothing beside them, on whole rows."""
         if self.mesh.size == 1 or self.module is not rwkv7 or self.piece:
             return False
@@ -122,7 +122,7 @@ def mean_loss(
     training: bool = False,
 ) -> jax.Array:
     """The mean loss of the predictions that count, in nats. `copies` are those of
-    `training.copies` that are used in place of parameters. `l2_wrap` is that of `cross_entropy`.
+    `_training.copies` that are used in place of parameters. `l2_wrap` is that of `cross_entropy`.
     There is dropout in `training` alone."""
     mesh = model.mesh
     if model.exchanges:

@@ -77,15 +77,14 @@ def _faster(of_states: float, updates: Any, _: Any) -> Any:
     """The updates times the factors of the learning rate, most of which are 1, and that of tuned
     states."""
     factors = rwkv7.learning_rates(updates)
-    if of_states != 1 and getattr(updates, "states", None) is not None:
+    if getattr(updates, "states", None) is not None:
         factors = factors._replace(states=jax.tree.map(lambda _: of_states, updates.states))
     return jax.tree.map(lambda x, factor: x if factor == 1 else x * factor, updates, factors)
 
 
 def _factor_of_states(args: argparse.Namespace) -> float:
     """The learning rate of tuned states relative to that of all else."""
-    own = getattr(args, "states_learning_rate", None)
-    return own / args.learning_rate if own is not None and args.learning_rate else 1.0
+    return args.states_learning_rate / args.learning_rate if args.learning_rate else 1.0
 
 
 def _scaling(schedule: optax.Schedule) -> optax.GradientTransformation:

@@ -34,20 +34,14 @@ SIZES: Mapping[str, rwkv7.Config] = {
     "0.1b": rwkv7.Config(num_layers=12, hidden_size=768, head_size=64, vocab_size=VOCABULARY),
     "1.5b": rwkv7.Config(num_layers=24, hidden_size=2048, head_size=64, vocab_size=VOCABULARY),
 }
-MAY_CHANGE = {
-    "out",
-    "resume",
-    "force",
-    "save_every",
-    "sample",
-    "temperature",
-    "prompt",
-    "peak",
-    "recompute",
-}
-MAY_CHANGE |= {"judge", "cache", "mesh", "coordinator", "processes", "process"}
-MAY_CHANGE |= {"options", "dry_run", "save_minutes", "keep", "patience", "tensorboard"}
-"""Options that a resumed run need not share with the interrupted one."""
+OF_MEMORY = {"accumulate", "recompute", "mesh"}
+OF_KEEPING = {"save_every", "save_minutes", "keep", "patience", "tensorboard"}
+OF_RESULTS = {"sample", "temperature", "prompt", "judge"}
+OF_START = {"options", "dry_run", "out", "resume", "force", "cache", "peak"}
+OF_PROCESSES = {"coordinator", "processes", "process"}
+MAY_CHANGE = OF_MEMORY | OF_KEEPING | OF_RESULTS | OF_START | OF_PROCESSES
+"""Options that a resumed run need not share with the interrupted one. Those of memory change
+results by rounding alone, but for what the dropout of an adapter leaves out."""
 
 
 T = TypeVar("T", int, float, str, Path)
@@ -183,7 +177,7 @@ def add_keeping_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tensorboard", action="store_true", help="write the metrics for TensorBoard as well")
 
 
-def check_habits(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+def check_optimizer(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if args.ema and {LORA, STATES} & {*targets(args.train)}:
         parser.error(f"--ema with --train {args.train}; accepted are all, and patterns")
     rows = (args.mesh or {}).get("data", 1) * args.accumulate
@@ -192,6 +186,9 @@ def check_habits(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
             f"--accumulate is {args.accumulate} where --batch is {args.batch}; --accumulate times "
             "data of --mesh has to divide --batch"
         )
+
+
+def check_keeping(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if args.tensorboard:
         try:
             importlib.import_module("tensorboardX")
@@ -211,20 +208,21 @@ def add_pieces(parser: argparse.ArgumentParser) -> None:
     add(
         "--truncate",
         action="store_true",
-        default=None,  # as in checkpoints of runs that had no such option
         help="no gradients through the states between pieces",
     )
 
 
-def check_pieces(args: argparse.Namespace) -> str | None:
-    """What is wrong with these options, if anything is."""
+def check_pieces(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if args.truncate and not args.piece:
-        return "--truncate needs --piece"
+        parser.error("--truncate needs --piece")
     if args.piece and args.context % args.piece:
-        return f"--piece is {args.piece} where --context is {args.context}; accepted is a divisor"
+        parser.error(
+            f"--piece is {args.piece} where --context is {args.context}; accepted is a divisor"
+        )
     if args.piece and args.piece % (parts := (args.mesh or {}).get("seq", 1)):
-        return f"--mesh has seq={parts} where --piece is {args.piece}; accepted is a divisor of it"
-    return None
+        parser.error(
+            f"--mesh has seq={parts} where --piece is {args.piece}; accepted is a divisor of it"
+        )
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -234,8 +232,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--model",
         type=filled,
-        help="a checkpoint of RWKV-7 to start from, whose sizes replace that of --size: a .pth or "
-        ".safetensors file or a folder, as the other commands take it",
+        help="a checkpoint of RWKV-7, or on one device of RWKV-5 or 6, to start from, whose sizes "
+        "replace that of --size: a .pth or .safetensors file or a folder, as the other commands "
+        "take it",
     )
     add("--size", choices=SIZES, default="demo", help=f"layers x width: {sizes}")
     add("--layers", type=positive, help="number of layers, instead of that of --size")
@@ -440,7 +439,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if name := task.parse_known_args(argv)[0].task:
         parser.set_defaults(**TASKS[name].options)
     args = parser.parse_args(argv)
-    check_habits(parser, args)
+    for check in (check_pieces, check_optimizer, check_keeping):
+        check(parser, args)
     if args.task and args.data:
         parser.error("--data and --task exclude each other")
     if args.model and (
@@ -471,8 +471,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.learning_rate is None:
         finetunes = 1e-5 if patterns(args.train) else 2e-4
         args.learning_rate = finetunes if args.model else 4e-3
-    if wrong := check_pieces(args):
-        parser.error(wrong)
     several = (args.coordinator, args.processes, args.process)
     if several not in ((None, None, None), (None, 1, None)):
         if None in several:

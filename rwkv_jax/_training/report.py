@@ -34,8 +34,8 @@ def speed(model: Model, tokens_per_second: float, peak: float | None) -> str:
     return f"{rate}, {teraflops:.3g} TFLOP/s{share}{used}"
 
 
-def plot(path: Path, log: Log) -> None:
-    """Write a plot of all losses to `path`."""
+def plot(path: Path, log: Log, name: str) -> None:
+    """Write a plot of all losses of the model of this name to `path`."""
     # Imported here, because it would take a part of a second of the start.
     import matplotlib
 
@@ -43,14 +43,13 @@ def plot(path: Path, log: Log) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    axes.plot(
-        range(1, len(log["train"]) + 1), log["train"], lw=0.5, alpha=0.6, label="RWKV-7, training"
-    )
-    axes.plot(*zip(*log["held_out"], strict=True), "o-", label="RWKV-7, held out")
+    steps = range(1, len(log["train"]) + 1)
+    axes.plot(steps, log["train"], lw=0.5, alpha=0.6, label=f"{name}, training")
+    axes.plot(*zip(*log["held_out"], strict=True), "o-", label=f"{name}, held out")
     if log["averaged"]:
         axes.plot(*zip(*log["averaged"], strict=True), "o-", label="average, held out")
-    for (name, loss), style in zip(log["ngrams"].items(), (":", "--"), strict=False):
-        axes.axhline(loss, color="gray", ls=style, label=f"{name}, held out")
+    for (other, loss), style in zip(log["ngrams"].items(), (":", "--"), strict=False):
+        axes.axhline(loss, color="gray", ls=style, label=f"{other}, held out")
     axes.set(xlabel="step", ylabel="loss (nats per token)", ylim=(0, None))
     axes.legend()
     figure.savefig(path, dpi=120)

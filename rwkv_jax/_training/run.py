@@ -67,7 +67,7 @@ def prepare(args: argparse.Namespace) -> tuple[language_model.Model, Parts | Non
         module=found.module if found else rwkv7,
         parts=loaded,
         piece=args.piece,
-        truncate=bool(args.truncate),
+        truncate=args.truncate,
     )
     return model, loaded[0] if loaded else None
 
@@ -148,7 +148,7 @@ def report_on(
     if jax.process_index() == 0:
         with outputs.written(args.out):
             (args.out / outputs.LOG).write_text(json.dumps(found, indent=1))
-            report.plot(args.out / outputs.PLOT, log)
+            report.plot(args.out / outputs.PLOT, log, model.generation)
     names = [*outputs.results(args), "a checkpoint", outputs.METRICS]
     written = ", ".join([*names, f"{outputs.LOG} and {outputs.PLOT}"])
     print(f"{learned}\nWrote {written} to {args.out}")

@@ -31,7 +31,7 @@ class State(NamedTuple):
     Attributes:
       params: what is trained.
       optimizer: the state of the optimizer.
-      copies: the copies of `training.copies` that steps compute with, and that devices exchange;
+      copies: the copies of `_training.copies` that steps compute with, and that devices exchange;
         None for parts of a model on several devices, and for other generations than RWKV-7.
       frozen: what no step changes. A step gives back the arrays that it gets.
     """
