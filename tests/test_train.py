@@ -29,6 +29,7 @@ TEXT = b"the quick brown fox jumps over the lazy dog\n" * 200
 STEPS, INTERRUPTED_AT = 8, 5
 needs_devices = pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
 interrupt = functools.partial(signal.raise_signal, signal.SIGINT)
+terminate = functools.partial(signal.raise_signal, signal.SIGTERM)
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +128,7 @@ def test_run_resumes_on_another_mesh(
 ) -> None:
     """First each device runs the program of one, then the compiler partitions it."""
     parts = tmp_path / "parts"
-    at_step(INTERRUPTED_AT - 1, interrupt)
+    at_step(INTERRUPTED_AT - 1, terminate)
     # Three held-out rows, which two devices do not share evenly.
     assert train.main([*options, f"--out={parts}", "--mesh=data=2"]) == 130
     assert train.main([*options, f"--out={parts}", "--mesh=model=2,seq=2", "--resume"]) == 0

@@ -1,4 +1,4 @@
-"""Ctrl-C, which ends training after the step under way."""
+"""Ctrl-C and SIGTERM, which end training after the step under way."""
 
 import signal
 from types import FrameType, TracebackType
@@ -11,13 +11,17 @@ TOGETHER = 10
 """After how many steps several processes ask each other whether one has been interrupted."""
 
 
+SIGNALS = signal.SIGINT, signal.SIGTERM
+"""Those of Ctrl-C, and of a scheduler that takes the machine back."""
+
+
 class Interruption:
-    """A context that takes note of Ctrl-C instead of stopping at once. A second Ctrl-C does stop at
-    once."""
+    """A context that takes note of the signals instead of stopping at once. A second one of the same
+    kind does stop at once."""
 
     def __enter__(self) -> "Interruption":
         self._noted = False
-        self._usual = signal.signal(signal.SIGINT, self._note)
+        self._usual = {x: signal.signal(x, self._note) for x in SIGNALS}
         return self
 
     def __exit__(
@@ -26,11 +30,12 @@ class Interruption:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        signal.signal(signal.SIGINT, self._usual)
+        for number, usual in self._usual.items():
+            signal.signal(number, usual)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._noted = True
-        signal.signal(signal.SIGINT, self._usual)
+        signal.signal(number, self._usual[signal.Signals(number)])
 
     def in_any_process(self, step: int) -> bool:
         """Whether any process has been interrupted. All processes have to ask together, after the
