@@ -16,7 +16,7 @@ SIGNALS = signal.SIGINT, signal.SIGTERM
 
 
 class Interruption:
-    """A context that takes note of the signals instead of stopping at once. A second one of the same
+    """A context that takes note of a signal instead of stopping at once. A second one of the same
     kind does stop at once."""
 
     def __enter__(self) -> "Interruption":
