@@ -31,8 +31,14 @@ start each with the same options and its --process:
 """
 
 import sys
+from collections.abc import Sequence
 
-from rwkv_jax._commands import main
+from rwkv_jax import _commands
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return _commands.main(["train", *(sys.argv[1:] if argv is None else argv)])
+
 
 if __name__ == "__main__":
-    sys.exit(main(["train", *sys.argv[1:]]))
+    sys.exit(main())
