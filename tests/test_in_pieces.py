@@ -40,12 +40,12 @@ BEGIN_WITH_A_PIECE = np.array([[0, 0, 0, 0], [0, 0, 1, 0], [0, 1, 1, 1]], bool)
 
 
 @pytest.fixture(scope="module")
-def rows() -> tuple[jax.Array, jax.Array]:
-    """Tokens, and how much each prediction counts."""
+def rows() -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Tokens, what is to be predicted after each, and how much each prediction counts."""
     rng = np.random.default_rng(0)
     weights = (SEGMENT_IDS != 0) * np.maximum(rng.random((ROWS, TOKENS)) - 0.2, 0)
-    tokens = rng.integers(0, VOCABULARY, (ROWS, TOKENS + 1))
-    return jnp.asarray(tokens), jnp.asarray(weights, jnp.float32)
+    tokens, targets = rng.integers(0, VOCABULARY, (2, ROWS, TOKENS))
+    return jnp.asarray(tokens), jnp.asarray(targets), jnp.asarray(weights, jnp.float32)
 
 
 def kernels_of(module: ModuleType) -> Kernels:
@@ -74,19 +74,17 @@ def square(state: Any) -> jax.Array:
 @pytest.mark.parametrize("module", [rwkv7, rwkv6, rwkv5, rwkv4], ids=lambda m: m.GENERATION.name)
 def test_exact(module: ModuleType, rows: Any) -> None:
     """The loss and the last state, and their gradients of parameters and of the first state."""
-    tokens, mask = rows
+    tokens, targets, mask = rows
     kernels, ids = kernels_of(module), jnp.asarray(SEGMENT_IDS)
     params = small(module)
 
     def whole(params: Any, state: Any) -> tuple[jax.Array, Any]:
-        x, state = module.hidden_states(
-            params, tokens[:, :-1], state, segment_ids=ids, kernels=kernels
-        )
-        return cross_entropy(x, params.head.weight, tokens[:, 1:], mask=mask, l2_wrap=0.1), state
+        x, state = module.hidden_states(params, tokens, state, segment_ids=ids, kernels=kernels)
+        return cross_entropy(x, params.head.weight, targets, mask=mask, l2_wrap=0.1), state
 
     def pieces(params: Any, state: Any) -> tuple[jax.Array, Any]:
         options = {"segment_ids": ids, "mask": mask, "l2_wrap": 0.1, "kernels": kernels}
-        return in_pieces(params, tokens, state, piece=PIECE, **options)
+        return in_pieces(params, tokens, targets, state, piece=PIECE, **options)
 
     def gradients(loss: Any) -> Any:
         @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
@@ -101,7 +99,7 @@ def test_exact(module: ModuleType, rows: Any) -> None:
 
 @pytest.mark.parametrize("module", [rwkv7, rwkv6, rwkv5, rwkv4], ids=lambda m: m.GENERATION.name)
 def test_truncated(module: ModuleType, rows: Any) -> None:
-    tokens, mask = rows
+    tokens, targets, mask = rows
     kernels, ids = kernels_of(module), jnp.asarray(SEGMENT_IDS)
     params = small(module)
     first = state = some_state(module, params)
@@ -109,7 +107,7 @@ def test_truncated(module: ModuleType, rows: Any) -> None:
     @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
     def pieces(params: Any, state: Any) -> tuple[jax.Array, Any]:
         options = {"segment_ids": ids, "mask": mask, "kernels": kernels, "truncate": True}
-        return in_pieces(params, tokens, state, piece=PIECE, **options)
+        return in_pieces(params, tokens, targets, state, piece=PIECE, **options)
 
     @jax.jit
     @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
@@ -122,7 +120,7 @@ def test_truncated(module: ModuleType, rows: Any) -> None:
     fresh = module.initial_state(params, ROWS)
     for i, begin in enumerate(BEGIN_WITH_A_PIECE):
         place = slice(i * PIECE, (i + 1) * PIECE)
-        cut = (x[:, place] for x in (tokens[:, :-1], tokens[:, 1:], mask, ids))
+        cut = (x[:, place] for x in (tokens, targets, mask, ids))
         state = jax.tree.map(
             lambda x, y: jnp.where(begin.reshape(-1, *[1] * (x.ndim - 1)), x, y),  # noqa: B023
             *(fresh, state),
@@ -143,15 +141,15 @@ def test_gradients_are_summed_in_float32(truncate: bool) -> None:
     config = config_of(rwkv7, num_layers=1, hidden_size=16)
     params = jax.tree.map(lambda x: x.astype("bfloat16"), random_like(shapes_of(rwkv7, config)))
     tokens = jnp.tile(jnp.arange(3, dtype=jnp.int32), count)
-    tokens = jnp.append(tokens, 0)[None]
+    tokens = jnp.stack([tokens, jnp.roll(tokens, -1)])[:, None]
     segment_ids = jnp.repeat(jnp.arange(1, count + 1, dtype=jnp.int32), 3)[None]
 
     def loss(params: Any, tokens: jax.Array, segment_ids: jax.Array) -> jax.Array:
         options = {"reduction": "sum", "kernels": kernels_of(rwkv7), "truncate": truncate}
-        return in_pieces(params, tokens, piece=3, segment_ids=segment_ids, **options)[0]
+        return in_pieces(params, *tokens, piece=3, segment_ids=segment_ids, **options)[0]
 
     gradients = jax.jit(jax.grad(loss))
-    one = gradients(params, tokens[:, :4], segment_ids[:, :3])
+    one = gradients(params, tokens[..., :3], segment_ids[:, :3])
     found = gradients(params, tokens, segment_ids)
     expected = jax.tree.map(lambda x: count * x.astype("float32"), one)
     assert {x.dtype.name for x in jax.tree.leaves(found)} == {"bfloat16"}
@@ -167,11 +165,11 @@ def test_memory_and_program_do_not_grow(truncate: bool) -> None:
     of_state = sum(4 * math.prod(x.shape) for x in jax.tree.leaves(state))
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
-        return in_pieces(params, tokens, piece=64, truncate=truncate, kernels="xla")[0]
+        return in_pieces(params, tokens, tokens, piece=64, truncate=truncate, kernels="xla")[0]
 
     sizes = {}
     for count in (4, 20):
-        tokens = jax.ShapeDtypeStruct((1, count * 64 + 1), np.int32)
+        tokens = jax.ShapeDtypeStruct((1, count * 64), np.int32)
         lowered = jax.jit(jax.value_and_grad(loss)).lower(shapes, tokens)
         memory = lowered.compile().memory_analysis()
         assert memory is not None
@@ -185,14 +183,14 @@ def test_memory_and_program_do_not_grow(truncate: bool) -> None:
 @pytest.mark.slow
 def test_what_is_frozen_has_no_gradient(rows: Any) -> None:
     """And an adapter beside it has those of whole rows."""
-    tokens, _ = rows
+    tokens, targets, _ = rows
     params = random_like(shapes_of(rwkv7, config_of(rwkv7, num_layers=1)))
     adapter = finetuning.init_adapter(jax.random.key(0), params, rank=2)
     adapter = random_like(adapter)
 
     def loss(adapter: Any, truncate: bool, piece: int) -> jax.Array:
         own = finetuning.adapted(params, adapter)
-        return in_pieces(own, tokens, piece=piece, truncate=truncate, kernels="xla")[0]
+        return in_pieces(own, tokens, targets, piece=piece, truncate=truncate, kernels="xla")[0]
 
     gradients = jax.jit(jax.grad(loss), static_argnums=(1, 2))
     whole = gradients(adapter, False, TOKENS)
@@ -200,11 +198,12 @@ def test_what_is_frozen_has_no_gradient(rows: Any) -> None:
     assert_trees_close(gradients(adapter, True, TOKENS), whole, 1e-4)
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4))
+@functools.partial(jax.jit, static_argnums=(2, 3))
 @jax.value_and_grad
-def of_loss(params: Any, tokens: Any, mask: Any, kernels: Kernels, truncate: bool) -> jax.Array:
+def of_loss(params: Any, rows: Any, kernels: Kernels, truncate: bool) -> jax.Array:
+    tokens, targets, mask = rows
     options = {"kernels": kernels, "truncate": truncate, "mask": mask}
-    return in_pieces(params, tokens, piece=PIECE, segment_ids=SEGMENT_IDS, **options)[0]
+    return in_pieces(params, tokens, targets, piece=PIECE, segment_ids=SEGMENT_IDS, **options)[0]
 
 
 @pytest.mark.slow
@@ -219,37 +218,42 @@ def of_loss(params: Any, tokens: Any, mask: Any, kernels: Kernels, truncate: boo
 def test_on_a_mesh(
     axes: str, axis_type: AxisType, truncate: bool, rows: Any, cpus: list[Any]
 ) -> None:
-    tokens, mask = rows
     params = random_like(shapes_of(rwkv7, config_of(rwkv7, num_layers=1)))
     mesh = meshes.mesh(axes, axis_type, cpus)
     wkv = shard(wkv7, mesh, **meshes.PLACES[axes])
-    expected = of_loss(params, tokens, mask, Kernels("xla", "xla"), truncate)
+    expected = of_loss(params, rows, Kernels("xla", "xla"), truncate)
     axes_of = {"model": "model"} if "model" in axes else {}
     placed = jax.device_put(params, rwkv7.shardings(params, mesh, **axes_of))
-    on_mesh = jax.device_put((tokens, mask), NamedSharding(mesh, P("data")))
-    found = of_loss(placed, *on_mesh, Kernels("xla", "xla", wkv=wkv), truncate)
+    on_mesh = jax.device_put(rows, NamedSharding(mesh, P("data")))
+    found = of_loss(placed, on_mesh, Kernels("xla", "xla", wkv=wkv), truncate)
     assert_trees_close(found, expected, 1e-4)
 
 
-TOKENS_OF_ERRORS = np.zeros((2, 9), np.int32)
+TOKENS_OF_ERRORS = np.zeros((2, 8), np.int32)
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"piece": 3}, r"tokens has shape \(2, 9\) where piece is 3; accepted is \[B, T \+ 1\]"),
+        ({"piece": 3}, r"tokens has shape \(2, 8\) where piece is 3; accepted is \[B, T\]"),
         ({"piece": 0}, "piece is 0; accepted is an integer from 1 on"),
         ({"piece": 4.0}, "piece is 4.0; accepted is an integer from 1 on"),
-        ({"tokens": TOKENS_OF_ERRORS[0]}, r"tokens has shape \(9,\); accepted is \[B, T \+ 1\]"),
-        ({"tokens": np.ones((2, 9), np.float32)}, "tokens is float32; accepted are integers"),
+        ({"tokens": TOKENS_OF_ERRORS[0]}, r"tokens has shape \(8,\); accepted is \[B, T\]"),
+        ({"tokens": np.ones((2, 8), np.float32)}, "tokens is float32; accepted are integers"),
         ({"mask": np.ones((2, 9), bool)}, r"mask has shape \(2, 9\); accepted is \[B, T\]"),
-        ({"segment_ids": TOKENS_OF_ERRORS}, r"segment_ids has shape \(2, 9\); accepted is"),
+        (
+            {"segment_ids": np.ones((2, 9), np.int32)},
+            r"segment_ids has shape \(2, 9\); accepted is",
+        ),
+        ({"targets": np.ones((2, 9), np.int32)}, r"targets is int32 of shape \(2, 9\); accepted"),
+        ({"targets": np.ones((2, 8), np.float32)}, "targets is float32 of shape"),
         ({"reduction": "none"}, "reduction is 'none'; accepted are 'mean', 'sum'"),
         ({"params": 1}, "params is a int; accepted is a Params"),
     ],
 )
 @pytest.mark.quick
 def test_bad_input(changed: dict[str, Any], message: str, unchecked_types: None) -> None:
-    given = {"params": parameters(rwkv7), "tokens": TOKENS_OF_ERRORS, "piece": 4} | changed
+    tokens = {"tokens": TOKENS_OF_ERRORS, "targets": TOKENS_OF_ERRORS}
+    given: dict[str, Any] = {"params": parameters(rwkv7), **tokens, "piece": 4, **changed}
     with pytest.raises((TypeError, ValueError), match=f"in_pieces: {message}"):
-        in_pieces(given.pop("params"), given.pop("tokens"), **given)
+        in_pieces(**given)

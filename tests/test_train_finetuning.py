@@ -150,21 +150,22 @@ def test_what_is_frozen_stays(train: ModuleType, base: Path, folder: Path, base_
 def test_packed_rows_are_rows_of_a_document_each(
     train: ModuleType, base: Path, folder: Path
 ) -> None:
-    """In loss and gradients."""
+    """In loss and gradients, also of rows that are read in pieces."""
     given = [f"--model={base}", "--context=40", f"--data={folder / 'texts.jsonl'}"]
     args = train.options.parse([*given, f"--validation={folder / 'texts.jsonl'}"])
     model, parts = train.prepare(args)
     found = []
-    for packed in (True, False):
+    for packed, piece in ((True, None), (False, None), (True, 8)):
         source = train.documents.Documents(args, 256, packed=packed)
         batch = jax.tree.map(jnp.asarray, source.held_out)
         source.close()
-        loss = functools.partial(train.language_model.mean_loss, model)
+        loss = functools.partial(train.language_model.mean_loss, model._replace(piece=piece))
         found.append((len(batch.tokens), jax.jit(jax.value_and_grad(loss))(parts, batch)))
-    (rows, together), (documents, apart) = found
+    (rows, together), (documents, apart), (_, in_pieces) = found
     assert rows < documents == 40
-    for x, y in zip(*map(jax.tree.leaves, (together, apart)), strict=True):
+    for x, y, z in zip(*map(jax.tree.leaves, (together, apart, in_pieces)), strict=True):
         assert np.linalg.norm(x - y) <= 1e-5 * np.linalg.norm(y)
+        assert np.linalg.norm(z - y) <= 1e-5 * np.linalg.norm(y)
 
 
 @pytest.mark.slow

@@ -141,9 +141,7 @@ def mean_loss(
     state = parts.initial_state(len(batch.tokens), model.dtype)
     if model.piece:
         loss, _ = in_pieces(
-            own,
-            jnp.concatenate([batch.tokens, batch.targets[:, -1:]], axis=1),
-            state,
+            *(own, batch.tokens, batch.targets, state),
             piece=model.piece,
             truncate=model.truncate,
             segment_ids=batch.segment_ids,

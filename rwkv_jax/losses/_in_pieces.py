@@ -32,7 +32,8 @@ from rwkv_jax.models._trees import Params, State
 
 def in_pieces(
     params: Any,
-    tokens: Int[Operand, " B _"],
+    tokens: Int[Operand, " B T"],
+    targets: Int[Operand, " B T"],
     state: Any = None,
     *,
     piece: int,
@@ -48,8 +49,8 @@ def in_pieces(
     soft_cap: float | None = None,
     chunk_size: int | None = None,
 ) -> tuple[Float32[Array, ""], State]:
-    """The loss of predicting each of the tokens [B, T + 1] but the first from those before it, with
-    the activations of `piece` tokens of a row in memory at once.
+    """The loss of predicting a target after each of the tokens [B, T], with the activations of
+    `piece` tokens of a row in memory at once.
 
     The model reads T tokens of each row in T / piece pieces, one after another, and the state after
     a piece is the state before the next one. The loss, and without `truncate` its gradients too,
@@ -66,7 +67,9 @@ def in_pieces(
 
     Args:
       params: the parameters of a model of RWKV-4 to 7, in either form, perhaps with an adapter.
-      tokens: integers below the size of the vocabulary.
+      tokens: integers below the size of the vocabulary, which the model reads.
+      targets: the token to be predicted at each place, usually the next one, as `cross_entropy`
+        takes it.
       state: the state before the first token; the initial state if None.
       piece: how many tokens of a row the model reads at once. T is a multiple of it.
       truncate: whether gradients stop at the states between pieces. They then reach a given `state`
@@ -95,14 +98,19 @@ def in_pieces(
     what = "in_pieces"
     generation = generation_of_params(what, params)
     params = generation.checked(params)
-    layouts = {2: "[B, T + 1] with T of at least 0"}
-    _arguments.check_tokens(what, tokens, params.emb.weight.shape[0], layouts)
-    rows, length = tokens.shape[0], tokens.shape[1] - 1
+    _arguments.check_tokens(what, tokens, params.emb.weight.shape[0], {2: "[B, T]"})
+    rows, length = tokens.shape
     check.number(what, "piece", piece, 1)
-    if length < 0 or length % piece:
+    if length % piece:
         raise ValueError(
-            f"{what}: tokens has shape {tokens.shape} where piece is {piece}; accepted is "
-            "[B, T + 1] with a T that is a multiple of piece"
+            f"{what}: tokens has shape {tokens.shape} where piece is {piece}; accepted is [B, T] "
+            "with a T that is a multiple of piece"
+        )
+    check.array(what, "targets", targets)
+    if targets.shape != tokens.shape or not jnp.issubdtype(targets.dtype, jnp.integer):
+        raise ValueError(
+            f"{what}: targets is {targets.dtype} of shape {targets.shape}; accepted are integers "
+            f"of the shape of tokens, {tokens.shape}"
         )
     segment_ids = _arguments.checked_segment_ids(what, segment_ids, (rows, length))
     if mask is not None and mask.shape != (rows, length):
@@ -136,7 +144,7 @@ def in_pieces(
 
     if state is None:
         state = generation.initial_state(params, rows, dtype)
-    pieces = _pieces(jnp.asarray(tokens), segment_ids, mask, unit, piece)
+    pieces = _pieces(jnp.asarray(tokens), jnp.asarray(targets), segment_ids, mask, unit, piece)
     narrow = functools.partial(_narrowed, dtype=dtype)
     return (_truncated if truncate else _exact)(of_piece, narrow, params, state, pieces)
 
@@ -157,8 +165,10 @@ _OfPiece: TypeAlias = Callable[[Params, State, _Piece], tuple[Array, State]]
 _Narrow: TypeAlias = Callable[[Params], Params]
 
 
-def _pieces(tokens: Array, segment_ids: Array | None, mask: Any, unit: Any, size: int) -> _Piece:
-    count = (tokens.shape[1] - 1) // size
+def _pieces(
+    tokens: Array, targets: Array, segment_ids: Array | None, mask: Any, unit: Any, size: int
+) -> _Piece:
+    count = tokens.shape[1] // size
 
     def cut(x: Array) -> Array:
         return jnp.moveaxis(x.reshape(len(x), count, size), 1, 0)
@@ -170,8 +180,8 @@ def _pieces(tokens: Array, segment_ids: Array | None, mask: Any, unit: Any, size
         starts = jnp.take_along_axis(marks, first, axis=2)[..., 0] == segments.STARTS
         segment_ids = cut(segment_ids)
     return _Piece(
-        inputs=cut(tokens[:, :-1]),
-        targets=cut(tokens[:, 1:]),
+        inputs=cut(tokens),
+        targets=cut(targets),
         segment_ids=segment_ids,
         starts=starts,
         mask=None if mask is None else cut(jnp.asarray(mask)),

@@ -83,10 +83,11 @@ def mean_loss(
     The L2 wrap changes gradients alone: the gradient of the largest logit of each token grows by
     `l2_wrap` / (B * T) times that logit.
     """
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
     if pieces:
-        return in_pieces(params, tokens, l2_wrap=l2_wrap, **pieces, **model)[0]
-    hidden_states, _ = rwkv7.hidden_states(params, tokens[:, :-1], **model)
-    return cross_entropy(hidden_states, params.head.weight, tokens[:, 1:], l2_wrap=l2_wrap)
+        return in_pieces(params, inputs, targets, l2_wrap=l2_wrap, **pieces, **model)[0]
+    hidden_states, _ = rwkv7.hidden_states(params, inputs, **model)
+    return cross_entropy(hidden_states, params.head.weight, targets, l2_wrap=l2_wrap)
 
 
 class Optimizer(NamedTuple):
