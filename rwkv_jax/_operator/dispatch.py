@@ -22,7 +22,13 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 
 from rwkv_jax._native import library
-from rwkv_jax._operator.partition import SHARDED, Shards, explicit_mesh, partitioned
+from rwkv_jax._operator.partition import (
+    SHARDED,
+    Shards,
+    explicit_mesh,
+    partitioned,
+    vary_alike,
+)
 
 OTHER = "other"
 
@@ -82,6 +88,9 @@ class Computation(abc.ABC):
     only_alone: ClassVar[bool] = False
     """Whether kernels that were not asked for run only in a program for a single device."""
 
+    varies_alike: ClassVar[bool] = False
+    """Whether all operands on a device of an Explicit mesh vary over the same axes of the mesh."""
+
     higher_derivatives: ClassVar[str] = "implementation='reference' has derivatives of any order"
     """What has the derivatives that are not first ones in reverse mode."""
 
@@ -137,6 +146,7 @@ def compute(computation: Computation, name: Pass, options: Any, operands: Any) -
     has_rules = options.implementation not in computation.left_to_jax
 
     def one_device(shards: Shards, *parts: Array) -> tuple[Array, ...]:
+        parts = vary_alike(*parts) if computation.varies_alike else parts
         given = jax.tree.unflatten(structure, parts)
         branches = _branches(computation, name, options, shards, given)
         alone = computation.only_alone and options.implementation is None

@@ -121,7 +121,7 @@ def partitioned(
 
         def one_device(*operands: Array) -> tuple[Array, ...]:
             over = (tuple(n for x in of_result for n in shards.get(x, ())) for of_result in summed)
-            results = zip(fn(shards, *vary_alike(*operands)), over, strict=True)
+            results = zip(fn(shards, *operands), over, strict=True)
             return tuple(lax.psum(x, names) if names else x for x, names in results)
 
         return one_device, shards

@@ -86,6 +86,7 @@ class Function(Computation):
     restored: tuple[str, ...] = ()
 
     sharded = SHARDED + "T"
+    varies_alike = True
 
     def __post_init__(self) -> None:
         library.register_export_targets(*self.targets)
