@@ -122,7 +122,7 @@ def test_truncated(module: ModuleType, rows: Any) -> None:
         place = slice(i * PIECE, (i + 1) * PIECE)
         cut = (x[:, place] for x in (tokens, targets, mask, ids))
         state = jax.tree.map(
-            lambda x, y: jnp.where(begin.reshape(-1, *[1] * (x.ndim - 1)), x, y),  # noqa: B023
+            lambda x, y, begin=begin: jnp.where(begin.reshape(-1, *[1] * (x.ndim - 1)), x, y),
             *(fresh, state),
         )
         (loss, state), (dparams, dstate) = one(params, state, *cut)

@@ -7,8 +7,8 @@ import optax
 
 
 def by_block(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The same optimizer, one that changes each array by itself: its numbers of other ranks than 0
-    belong to an array each.
+    """The same optimizer. It has to change each array by itself: of its state, all but scalars
+    belong to one array each.
 
     It is applied to one block after another, and to all else. JAX traces and lowers a jitted
     function once for arguments of the same shapes, and a model has hundreds of arrays.
@@ -20,8 +20,8 @@ def by_block(optimizer: optax.GradientTransformation) -> optax.GradientTransform
 
     def of_all(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         trees = updates, state, params
-        found = jax.tree.leaves(trees, is_leaf=_has_blocks)
-        count = max((len(x.blocks) for x in found if _has_blocks(x)), default=0)
+        leaves = jax.tree.leaves(trees, is_leaf=_has_blocks)
+        count = max((len(x.blocks) for x in leaves if _has_blocks(x)), default=0)
         found = [update(*_without_blocks(trees))]
         found += [update(*_block(trees, i)) for i in range(count)]
         return jax.tree.map(_joined, *found, is_leaf=_has_blocks)

@@ -36,9 +36,14 @@ def clipped(gradients: Tree, limit: float) -> tuple[Tree, Array]:
         ends = list(itertools.accumulate(leaves[i].size for i in group))
         for i, part in zip(group, jnp.split(whole, ends[:-1]), strict=True):
             leaves[i] = part.reshape(leaves[i].shape)
-    if limit:
-        leaves = [jnp.where(norm < limit, x, x / norm * limit) for x in leaves]
-    return jax.tree.unflatten(structure, leaves), norm
+    return scaled(jax.tree.unflatten(structure, leaves), norm, limit), norm
+
+
+def scaled(gradients: Tree, norm: Array, limit: float) -> Tree:
+    """Gradients of this global norm, scaled so that it is at most `limit`, if that is not 0."""
+    if not limit:
+        return gradients
+    return jax.tree.map(lambda x: jnp.where(norm < limit, x, x / norm * limit), gradients)
 
 
 def _join(arrays: Sequence[Array]) -> Array:

@@ -128,13 +128,9 @@ def train(
                 progress.read()
                 clock.stop()
                 if evaluates:
-                    averaged = average(state.optimizer)
-                    progress.evaluated(
-                        evaluate(finetuning.join(state.params, state.frozen)),
-                        None
-                        if averaged is None
-                        else evaluate(finetuning.join(averaged, state.frozen)),
-                    )
+                    whole, averaged = _results(state)
+                    of_average = None if averaged is None else evaluate(averaged)
+                    progress.evaluated(evaluate(whole), of_average)
                     ended = progress.stagnates
                     saves = saves or ended or (args.best and progress.best == done)
                 if saves:
@@ -169,8 +165,12 @@ def train(
             arrays = checkpoints.load(args.out, best, steps.named(shapes))
             state = steps.restored(model, shapes, arrays)._replace(frozen=frozen)
             done = best
-    whole = finetuning.join(state.params, state.frozen)
+    return Trained(log, done, *_results(state))
+
+
+def _results(state: State) -> tuple[Parts, Parts | None]:
+    """The parts of the model, and those with the average of what is trained, if there is one."""
     averaged = average(state.optimizer)
     if averaged is not None:
         averaged = finetuning.join(averaged, state.frozen)
-    return Trained(log, done, whole, averaged)
+    return finetuning.join(state.params, state.frozen), averaged

@@ -29,13 +29,16 @@ class Metrics:
     def __init__(self, folder: Path, saved: int, *, tensorboard: bool):
         self._folder, self._line, self._file, self._events = folder, {}, None, None
         earlier = 0.0
-        if jax.process_index() == 0:
-            with written(folder):
-                (folder / METRICS).touch()
-                self._file = open(folder / METRICS, "r+b", buffering=0)  # noqa: SIM115
-                earlier = _cut(self._file, saved)
-                if tensorboard:
-                    self._events = _event_writer(folder / EVENTS, saved)
+        with contextlib.ExitStack() as stack:
+            if jax.process_index() == 0:
+                with written(folder):
+                    (folder / METRICS).touch()
+                    self._file = stack.enter_context(open(folder / METRICS, "r+b", buffering=0))
+                    earlier = _cut(self._file, saved)
+                    if tensorboard:
+                        self._events = _event_writer(folder / EVENTS, saved)
+                        stack.callback(self._events.close)
+            self._open = stack.pop_all()
         self._began = time.perf_counter() - earlier
 
     @property
@@ -60,9 +63,7 @@ class Metrics:
                     self._events.add_scalar(name, x, step)
 
     def close(self) -> None:
-        with contextlib.ExitStack() as stack:
-            for x in filter(None, (self._file, self._events)):
-                stack.callback(x.close)
+        with self._open:
             self.flush()
 
 

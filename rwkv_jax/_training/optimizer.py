@@ -11,7 +11,7 @@ import optax
 from jax import Array
 
 from rwkv_jax._training.by_block import by_block
-from rwkv_jax._training.clipping import clipped
+from rwkv_jax._training.clipping import clipped, scaled
 from rwkv_jax._training.schedules import make_schedule
 from rwkv_jax.models import rwkv7
 
@@ -66,8 +66,7 @@ def _clipping(limit: float, *, joined: bool) -> optax.GradientTransformation:
             updates, norm = clipped(updates, limit)
         else:
             norm = optax.tree.norm(updates)
-            if limit:
-                updates, _ = optax.clip_by_global_norm(limit).update(updates, optax.EmptyState())
+            updates = scaled(updates, norm, limit)
         return updates, Clipped(norm)
 
     return optax.GradientTransformation(init, update)

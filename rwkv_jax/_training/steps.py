@@ -166,11 +166,11 @@ def train_step(
     optimizer: optax.GradientTransformation,
     shapes: State,
     l2_wrap: float,
-    parts: int = 1,
+    accumulate: int = 1,
 ) -> Any:
     """The jitted training step: from a state and a batch to the next state, which is where `shapes`
-    say, and what it measures. It computes so many parts of the batch one after another. The arrays
-    of the given state are deleted."""
+    say, and what it measures. It computes the batch in `accumulate` parts, one after another. The
+    arrays of the given state are deleted."""
 
     def step(state: State, batch: Batch) -> tuple[State, Measures]:
         def loss(params: Parts, batch: Batch) -> jax.Array:
@@ -181,7 +181,7 @@ def train_step(
                 training=True,
             )
 
-        loss_before, gradients = accumulated(loss, state.params, batch, parts)
+        loss_before, gradients = accumulated(loss, state.params, batch, accumulate)
         params, moments = updated(optimizer, gradients, state.optimizer, state.params)
         after = state_of(model, params, moments, state.frozen)
         return after, Measures(loss_before, *measured(moments))
@@ -198,11 +198,11 @@ def compiled_step(
     shapes: State,
     batch: Batch,
     l2_wrap: float,
-    parts: int,
+    accumulate: int,
     start: Start,
 ) -> Future[Step]:
     """`train_step` for batches like `batch`, which a thread compiles."""
-    traced = train_step(model, optimizer, shapes, l2_wrap, parts).trace(shapes, batch)
+    traced = train_step(model, optimizer, shapes, l2_wrap, accumulate).trace(shapes, batch)
     start.part("trace")
     lowered = traced.lower()
     start.part("lower")
