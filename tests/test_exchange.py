@@ -30,11 +30,12 @@ def lowered(train: ModuleType, mesh: str, *more: str) -> tuple[Any, Any]:
     given |= {"batch": BATCH, "context": CONTEXT, "dtype": "bfloat16", "mesh": mesh}
     args = train.options.parse([*(f"--{name}={x}" for name, x in given.items()), *more])
     model, _ = train.prepare(args)
-    optimizer = train.loop.make_optimizer(args, model.mesh.size)
+    optimizer = train.loop.make_optimizer(args)
     shapes = steps.state_shapes(model, optimizer)
     rows = NamedSharding(model.mesh, P("data"))
     batch = train.data.Batch(*[jax.ShapeDtypeStruct((BATCH, CONTEXT), np.int32, sharding=rows)] * 2)
-    return steps.train_step(model, optimizer, shapes, 1e-4).lower(shapes, batch), model
+    step = steps.train_step(model, optimizer, shapes, 1e-4).trace(shapes, batch).lower()
+    return step.gradients, model
 
 
 def matrices(model: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

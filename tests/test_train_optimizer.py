@@ -57,9 +57,11 @@ def test_parts_take_less_memory(train: ModuleType) -> None:
     batch = train.data.windows(np.random.default_rng(0).integers(256, size=(8, 65), dtype=np.int32))
     found = []
     for parts in (1, 4):
-        step = steps.train_step(model, optimizer, shapes, 0.0, parts).lower(shapes, batch).compile()
+        step = steps.train_step(model, optimizer, shapes, 0.0, parts).trace(shapes, batch)
+        step = step.lower().compile()
         state = steps.initial_state(model, optimizer, shapes, seed=0)
-        found.append((step.memory_analysis().temp_size_in_bytes, step(state, batch)[1]))
+        memory = step.gradients.memory_analysis()
+        found.append((memory.temp_size_in_bytes, step(state, batch)[1]))
     (whole, expected), (parts, measures) = found
     assert parts < 0.6 * whole
     np.testing.assert_allclose(measures, expected, rtol=1e-4)
@@ -72,11 +74,11 @@ def test_parts_gather_parameters_anew(train: ModuleType) -> None:
     steps = importlib.import_module("rwkv_jax._training.steps")
     args = train.options.parse([*MODEL, "--mesh=data=4"])
     model, _ = train.prepare(args)
-    optimizer = train.loop.make_optimizer(args, model.mesh.size)
+    optimizer = train.loop.make_optimizer(args)
     shapes = steps.state_shapes(model, optimizer)
     batch = steps.on_mesh(train.data.windows(np.zeros((8, 17), np.int32)), model.mesh)
-    step = steps.train_step(model, optimizer, shapes, 0.0, 2).lower(shapes, batch).compile()
-    loop, _, entry = step.as_text().partition("\nENTRY ")
+    step = steps.train_step(model, optimizer, shapes, 0.0, 2).trace(shapes, batch).lower()
+    loop, _, entry = step.gradients.compile().as_text().partition("\nENTRY ")
     assert " all-gather(" in loop
     assert " all-gather(" not in entry
 
@@ -122,9 +124,8 @@ def state_after(
 def test_learning_rate_of_a_step(train: ModuleType, optimizer: ModuleType) -> None:
     """The one of the step before the state, whose number is counted from 0."""
     _, state = state_after(train, optimizer, "--schedule=wsd", "--steps=4", "--decay-share=1")
-    norm, rate = optimizer.measured(state)
+    rate = optimizer.learning_rate(state)
     np.testing.assert_allclose(rate, 4e-3 * (1 - 0.5 * 0.95), rtol=1e-5)
-    assert norm > 0
 
 
 def test_average_of_parameters(train: ModuleType, optimizer: ModuleType) -> None:
@@ -146,23 +147,53 @@ def test_average_of_parameters(train: ModuleType, optimizer: ModuleType) -> None
 def test_moments(train: ModuleType, optimizer: ModuleType) -> None:
     """In bfloat16 the first moments are rounded, and little else changes."""
     found = [state_after(train, optimizer, *x) for x in ((), ("--moments=bfloat16",))]
-    dtypes = [{x.dtype for x in jax.tree.leaves(state[1][0].mu)} for _, state in found]
+    dtypes = [{x.dtype for x in jax.tree.leaves(state[0].mu)} for _, state in found]
     assert dtypes == [{jnp.dtype("float32")}, {jnp.dtype("bfloat16")}]
     (whole, _), (rounded, state) = found
-    assert {x.dtype for x in jax.tree.leaves((state[1][0].nu, rounded))} == {jnp.dtype("float32")}
+    assert {x.dtype for x in jax.tree.leaves((state[0].nu, rounded))} == {jnp.dtype("float32")}
     change = optax.tree.sub(whole[-1], random_like(shapes_of(rwkv7, TINY), 1.0))
     difference = optax.tree.sub(whole[-1], rounded[-1])
     assert 0 < optax.tree.norm(difference) < 1e-2 * optax.tree.norm(change)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_clipping(train: ModuleType, optimizer: ModuleType, devices: int) -> None:
-    """The norm that is measured is that of all gradients before they are clipped."""
+def test_clipping(train: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The norm is that of all gradients before they are scaled, in which some are joined to several
+    arrays and the largest to none."""
+    clipping = importlib.import_module("rwkv_jax._training.clipping")
+    monkeypatch.setattr(clipping, "SMALL", 100)
+    monkeypatch.setattr(clipping, "JOINED", 7)
     gradients = random_like(shapes_of(rwkv7, TINY), 1.0)
-    norm = optax.tree.norm(gradients)
-    for limit in (0.0, 0.5, 1e6):
-        clip = optimizer._clipping(limit, joined=devices == 1)
-        clipped, state = jax.jit(clip.update)(gradients, clip.init(gradients))
-        np.testing.assert_allclose(state.gradient_norm, norm, rtol=1e-5)
-        expected = 0.5 if limit == 0.5 else norm
-        np.testing.assert_allclose(optax.tree.norm(clipped), expected, rtol=1e-5)
+    assert {x.size > 100 for x in jax.tree.leaves(gradients)} == {True, False}
+    expected = optax.tree.norm(gradients)
+    for devices in (1, 2):
+        norm = clipping.global_norm(gradients, devices=devices)
+        np.testing.assert_allclose(norm, expected, rtol=1e-5)
+    for limit, after in ((0.0, expected), (0.5, 0.5), (1e6, expected)):
+        scaled = clipping.scaled(gradients, expected, limit)
+        np.testing.assert_allclose(optax.tree.norm(scaled), after, rtol=1e-5)
+
+
+def test_a_step_is_compiled_for_one_block(
+    train: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What changes the parameters is one program for the first block, one for all others, and one
+    for what is in none; it clips gradients, and the norm that a step measures is that before."""
+    steps = importlib.import_module("rwkv_jax._training.steps")
+    args = train.options.parse([*MODEL, "--layers=4", "--batch=2"])
+    model, _ = train.prepare(args)
+    optimizer = train.loop.make_optimizer(args)
+    shapes = steps.state_shapes(model, optimizer)
+    state = steps.initial_state(model, optimizer, shapes, seed=0)
+    batch = train.data.windows(np.arange(34, dtype=np.int32).reshape(2, 17))
+    traced = steps.train_step(model, optimizer, shapes, 0.0, clip=0.01).trace(shapes, batch)
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        step = traced.lower().compile()
+    names = [
+        x.getMessage().split()[4] for x in caplog.records if "XLA compilation" in x.getMessage()
+    ]
+    assert sorted(names) == ["jit(gradients)", *3 * ["jit(update)"]]
+    assert len(step.updates) == 5
+    state, measures = step(state, batch)
+    assert measures.gradient_norm > 0.1
+    of_first = [part[0].mu for part in state.optimizer]
+    np.testing.assert_allclose(optax.tree.norm(of_first), 0.1 * 0.01, rtol=1e-4)

@@ -178,7 +178,7 @@ def test_best_checkpoint(
 
     def step(state: Any, _: Any) -> tuple[Any, Any]:
         params = jax.tree.map(
-            lambda x: jnp.full_like(x, state.optimizer[1][3].steps + 1), state.params
+            lambda x: jnp.full_like(x, state.optimizer[0][3].steps + 1), state.params
         )
         optimizer = jax.tree.map(lambda x: x + 1, state.optimizer)
         measures = train.loop.steps.Measures(*map(jnp.float32, (9.0, 1.0, 0.1)))

@@ -1,32 +1,27 @@
-"""Optimizers that are traced once for all blocks of the same shapes."""
+"""Trees of parameters in parts: all but the blocks, and one part for each block.
 
+JAX traces, lowers and compiles a function once for arguments of the same shapes. One that treats
+each array by itself is compiled in a moment if it is given one block after another, and not the
+hundreds of arrays of all blocks at once.
+"""
+
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import optax
 
 
-def by_block(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The same optimizer. It has to change each array by itself: of its state, all but scalars
-    belong to one array each.
+def parts(tree: Any) -> list[Any]:
+    """The parts of a tree, of which each one has the scalars. What is not in blocks is else in the
+    first part alone."""
+    leaves = jax.tree.leaves(tree, is_leaf=_has_blocks)
+    count = max((len(x.blocks) for x in leaves if _has_blocks(x)), default=0)
+    return [_without_blocks(tree), *(_block(tree, i) for i in range(count))]
 
-    It is applied to one block after another, and to all else. JAX traces and lowers a jitted
-    function once for arguments of the same shapes, and a model has hundreds of arrays.
-    """
 
-    @jax.jit
-    def update(updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        return optimizer.update(updates, state, params)
-
-    def of_all(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        trees = updates, state, params
-        leaves = jax.tree.leaves(trees, is_leaf=_has_blocks)
-        count = max((len(x.blocks) for x in leaves if _has_blocks(x)), default=0)
-        found = [update(*_without_blocks(trees))]
-        found += [update(*_block(trees, i)) for i in range(count)]
-        return jax.tree.map(_joined, *found, is_leaf=_has_blocks)
-
-    return optax.GradientTransformation(optimizer.init, of_all)
+def joined(parts: Sequence[Any]) -> Any:
+    """The tree of these parts."""
+    return jax.tree.map(_joined, *parts, is_leaf=_has_blocks)
 
 
 def _has_blocks(x: Any) -> bool:
@@ -40,8 +35,6 @@ def _without_blocks(tree: Any) -> Any:
 
 
 def _block(tree: Any, number: int) -> Any:
-    """Of a tree, a block of each tree of parameters, and scalars."""
-
     def cut(x: Any) -> Any:
         if _has_blocks(x):
             alone = dict.fromkeys(x._fields)

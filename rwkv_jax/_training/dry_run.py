@@ -17,11 +17,12 @@ ASSUMED = 0.4
 
 def describe(args: argparse.Namespace, model: Model, source: Source) -> str:
     """A line for each size. The step is compiled, and nothing is computed."""
-    optimizer, devices = make_optimizer(args, model.mesh.size), model.mesh.size
+    optimizer, devices = make_optimizer(args), model.mesh.size
     shapes = steps.state_shapes(model, optimizer)
     batch = steps.on_mesh(source.batch(0), model.mesh)
     step = steps.train_step(model, optimizer, shapes, args.l2_wrap, args.accumulate)
-    memory = step.lower(shapes, batch).compile().memory_analysis()
+    program = step.gradients.lower(shapes.params, shapes.copies, shapes.frozen, batch)
+    memory = program.compile().memory_analysis()
     tokens = args.batch * args.context
     operations = sizes.flops_per_token(model.shapes.params, shapes.frozen.params)
     lines = {
@@ -34,12 +35,13 @@ def describe(args: argparse.Namespace, model: Model, source: Source) -> str:
     if source.tokens:
         lines["steps an epoch"] = f"{source.tokens / tokens:,.1f}"
     if memory is not None:
-        more = memory.output_size_in_bytes - memory.alias_size_in_bytes
-        needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes + more
+        between = _bytes((shapes, batch), on_device=True)
+        within = memory.temp_size_in_bytes + memory.output_size_in_bytes
+        present = _present(model.mesh.devices.flat[0])
         lines |= {
-            "arrays between steps": f"{_size(memory.argument_size_in_bytes)} on each device",
-            "arrays in a step": f"{_size(memory.temp_size_in_bytes)} on each device",
-            "memory": f"{_size(needed)} on each device{_present(model.mesh.devices.flat[0])}",
+            "arrays between steps": f"{_size(between)} on each device",
+            "arrays in a step": f"{_size(within)} on each device",
+            "memory": f"{_size(between + within)} on each device{present}",
         }
     if args.peak:
         seconds = operations * tokens / (devices * args.peak * 1e12 * ASSUMED)
@@ -49,8 +51,13 @@ def describe(args: argparse.Namespace, model: Model, source: Source) -> str:
     return "\n".join(f"{name:20}  {value}" for name, value in lines.items())
 
 
-def _bytes(shapes: Any) -> int:
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(shapes))
+def _bytes(shapes: Any, *, on_device: bool = False) -> int:
+    """Of arrays of these shapes, or of the shards of them that a device has."""
+
+    def shape(x: Any) -> tuple[int, ...]:
+        return x.sharding.shard_shape(x.shape) if on_device else x.shape
+
+    return sum(math.prod(shape(x)) * x.dtype.itemsize for x in jax.tree.leaves(shapes))
 
 
 def _size(count: int) -> str:

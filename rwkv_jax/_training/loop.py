@@ -12,6 +12,7 @@ import jax
 from rwkv_jax import finetuning
 from rwkv_jax._training import checkpoints, report, steps
 from rwkv_jax._training.ahead import Ahead
+from rwkv_jax._training.by_block import joined
 from rwkv_jax._training.clocks import Start
 from rwkv_jax._training.data import Batch, Source
 from rwkv_jax._training.interruption import TOGETHER, Interruption
@@ -62,7 +63,7 @@ def train(
     if saved:
         log, position = checkpoints.record(args.out, saved, options)
         source.resume(saved, position)
-    optimizer = make_optimizer(args, model.mesh.size)
+    optimizer = make_optimizer(args)
     shapes = steps.state_shapes(model, optimizer)
     evaluate = evaluation(model, source.held_out, args.batch // args.accumulate)
     done, stopped = saved, False
@@ -85,9 +86,7 @@ def train(
         start.part("data")
         compiling: Future[Step] = Future()
         if batch is not None:
-            compiling = compiled_step(
-                model, optimizer, shapes, batch, args.l2_wrap, args.accumulate, start
-            )
+            compiling = compiled_step(model, optimizer, shapes, batch, args, start)
         if saved:
             arrays = checkpoints.load(args.out, saved, steps.named(shapes))
             state = steps.restored(model, shapes, arrays, parts)
@@ -170,7 +169,7 @@ def train(
 
 def _results(state: State) -> tuple[Parts, Parts | None]:
     """The parts of the model, and those with the average of what is trained, if there is one."""
-    averaged = average(state.optimizer)
+    averaged = average(joined(state.optimizer))
     if averaged is not None:
         averaged = finetuning.join(averaged, state.frozen)
     return finetuning.join(state.params, state.frozen), averaged

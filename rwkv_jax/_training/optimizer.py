@@ -10,16 +10,8 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from rwkv_jax._training.by_block import by_block
-from rwkv_jax._training.clipping import clipped, scaled
 from rwkv_jax._training.schedules import make_schedule
 from rwkv_jax.models import rwkv7
-
-
-class Clipped(NamedTuple):
-    """The state of the clipping: the global norm of the last gradients, before it."""
-
-    gradient_norm: Array
 
 
 class Scaled(NamedTuple):
@@ -36,40 +28,21 @@ class Averaged(NamedTuple):
     average: Any
 
 
-def make_optimizer(args: argparse.Namespace, devices: int = 1) -> optax.GradientTransformation:
-    """AdamW as in the official training: some parameters decay, and some learn faster. `devices` is
-    the size of the mesh that has the parameters.
+def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
+    """AdamW as in the official training, after the clipping: some parameters decay, and some learn
+    faster. Of what it changes, it treats each array by itself.
 
-    The state has the average of the parameters, if the options ask for it, and what `measured` and
-    `average` read.
+    The state has the average of the parameters, if the options ask for it, and what `learning_rate`
+    and `average` read.
     """
     moments = jnp.bfloat16 if args.moments == "bfloat16" else None
-    own = optax.chain(
+    return optax.chain(
         optax.scale_by_adam(0.9, 0.99, eps=1e-18, mu_dtype=moments),
         optax.add_decayed_weights(args.weight_decay, rwkv7.weight_decays),
         optax.stateless(functools.partial(_faster, _factor_of_states(args))),
         _scaling(make_schedule(args)),
         *([_averaging(args.ema)] if args.ema else []),
     )
-    return optax.chain(_clipping(args.clip, joined=devices == 1), by_block(own))
-
-
-def _clipping(limit: float, *, joined: bool) -> optax.GradientTransformation:
-    """Gradients whose global norm is at most `limit`, or any if that is 0. On several devices they
-    are not joined: each one would get the whole of the arrays that `clipped` makes."""
-
-    def init(params: Any) -> Clipped:
-        return Clipped(jnp.zeros((), jnp.float32))
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        if joined:
-            updates, norm = clipped(updates, limit)
-        else:
-            norm = optax.tree.norm(updates)
-            updates = scaled(updates, norm, limit)
-        return updates, Clipped(norm)
-
-    return optax.GradientTransformation(init, update)
 
 
 def _faster(of_states: float, updates: Any, _: Any) -> Any:
@@ -126,12 +99,9 @@ def updated(
     return optax.apply_updates(params, updates), state
 
 
-def measured(state: Any) -> tuple[Array, Array]:
-    """The norm of the gradients and the learning rate of the last step, from the state after it;
-    0 where an optimizer keeps none."""
-    zero = jnp.zeros((), jnp.float32)
-    norm, rate = (optax.tree.get(state, x, zero) for x in ("gradient_norm", "learning_rate"))
-    return norm, rate
+def learning_rate(state: Any) -> Array:
+    """That of the last step, from the state after it; 0 where an optimizer keeps none."""
+    return optax.tree.get(state, "learning_rate", jnp.zeros((), jnp.float32))
 
 
 def average(state: Any) -> Any:

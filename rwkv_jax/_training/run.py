@@ -45,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     overlap = [xla_flags.OVERLAP] if args.mesh else []
     xla_flags.add(xla_flags.CUBLAS, xla_flags.DETERMINISTIC, *overlap)
     compilation.use_cache(None if args.dry_run else args.cache)
+    compilation.draw_by_kernel()
     start.part("import")
     processes.connect(args.coordinator, args.processes, args.process)
     shown = sys.stdout if jax.process_index() == 0 else None

@@ -1,9 +1,10 @@
 """The steps of training: a training step with what it changes, and an evaluation."""
 
+import argparse
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -14,11 +15,13 @@ from jax.sharding import PartitionSpec as P
 from rwkv_jax import finetuning
 from rwkv_jax._training import copies
 from rwkv_jax._training.accumulation import accumulated
+from rwkv_jax._training.by_block import joined, parts
+from rwkv_jax._training.clipping import global_norm, scaled
 from rwkv_jax._training.clocks import Start
 from rwkv_jax._training.data import Batch
 from rwkv_jax._training.devices import place
 from rwkv_jax._training.language_model import Model, mean_loss
-from rwkv_jax._training.optimizer import measured, updated
+from rwkv_jax._training.optimizer import learning_rate, updated
 from rwkv_jax._training.parts import Parts
 from rwkv_jax.models import rwkv7
 
@@ -30,14 +33,14 @@ class State(NamedTuple):
 
     Attributes:
       params: what is trained.
-      optimizer: the state of the optimizer.
+      optimizer: the state of the optimizer for each part of `_training.by_block`.
       copies: the copies of `_training.copies` that steps compute with, and that devices exchange;
         None for parts of a model on several devices, and for other generations than RWKV-7.
       frozen: what no step changes. A step gives back the arrays that it gets.
     """
 
     params: Parts
-    optimizer: optax.OptState
+    optimizer: tuple[optax.OptState, ...]
     copies: Any
     frozen: Parts
 
@@ -51,22 +54,20 @@ class Measures(NamedTuple):
     learning_rate: jax.Array
 
 
-def state_of(model: Model, params: Parts, optimizer: optax.OptState, frozen: Parts) -> State:
-    """The state with copies of the parameters that are trained."""
-    made = None
+def _copies(model: Model, params: Parts) -> Any:
     if model.module is rwkv7 and (model.mesh.size == 1 or model.exchanges):
-        made = copies.rounded(params.params, model.dtype)
-    return State(params, optimizer, made, frozen)
-
-
-def _initial(model: Model, optimizer: optax.GradientTransformation, parts: Parts) -> State:
-    params, frozen = model.split(parts)
-    return state_of(model, params, optimizer.init(params), frozen)
+        return copies.rounded(params.params, model.dtype)
+    return None
 
 
 def state_shapes(model: Model, optimizer: optax.GradientTransformation) -> State:
     """The shapes of a state, and where its arrays are on the mesh."""
-    shapes = jax.eval_shape(functools.partial(_initial, model, optimizer), model.shapes)
+
+    def initial(parts: Parts) -> Any:
+        params, frozen = model.split(parts)
+        return params, optimizer.init(params), _copies(model, params), frozen
+
+    shapes = jax.eval_shape(initial, model.shapes)
     whole = NamedSharding(model.mesh, P())
 
     def is_parts(x: Any) -> bool:
@@ -77,13 +78,15 @@ def state_shapes(model: Model, optimizer: optax.GradientTransformation) -> State
             lambda x: model.shardings(x) if is_parts(x) else whole, tree, is_leaf=is_parts
         )
 
+    params, moments, copied, frozen = shapes
     # Moments and copies are where their parameters are.
-    of_copies = copies.places(shapes.copies, model.shardings(shapes.params).params)
-    return jax.tree.map(
+    of_copies = copies.places(copied, model.shardings(params).params)
+    params, moments, copied, frozen = jax.tree.map(
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
         shapes,
-        State(places(shapes.params), places(shapes.optimizer), of_copies, places(shapes.frozen)),
+        (places(params), places(moments), of_copies, places(frozen)),
     )
+    return State(params, tuple(parts(moments)), copied, frozen)
 
 
 def _places(shapes: Any) -> Any:
@@ -109,19 +112,12 @@ def initial_state(
     parts: Parts | None = None,
 ) -> State:
     """The state before the first step, with `parts`, or with initial parameters from the seed,
-    where `shapes` say. The arrays of `parts` are deleted or those of the state."""
+    where `shapes` say. It may have the arrays of `parts`, which the first step then deletes."""
     if parts is None:
         return new_state(model, optimizer, shapes, seed).result()
     params, frozen = model.split(parts)
     placed = _placed(params, shapes.params)
-
-    def begin(params: Parts) -> State:
-        nothing = jax.tree.map(lambda _: None, frozen)
-        return state_of(model, params, optimizer.init(params), nothing)
-
-    without = _places(shapes)._replace(frozen=jax.tree.map(lambda _: None, frozen))
-    state = jax.jit(begin, donate_argnums=0, out_shardings=without)(placed)
-    return state._replace(frozen=_placed(frozen, shapes.frozen))
+    return _begun(model, optimizer, shapes, placed, _placed(frozen, shapes.frozen))
 
 
 def new_state(
@@ -129,36 +125,101 @@ def new_state(
 ) -> Future[State]:
     """The state before the first step of a new model, which a thread computes."""
 
-    def new(seed: jax.Array) -> State:
+    def new(seed: jax.Array) -> Parts:
         # The key that Flax NNX makes of a seed.
         key = jax.random.fold_in(jax.random.key(seed), 0)
-        return _initial(model, optimizer, Parts(rwkv7.init(key, model.config)))
+        return Parts(rwkv7.init(key, model.config))
 
-    lowered = jax.jit(new, out_shardings=_places(shapes)).lower(np.uint32(seed))
-    return in_thread(lambda: jax.block_until_ready(lowered.compile()(np.uint32(seed))))
+    lowered = jax.jit(new, out_shardings=_places(shapes.params)).lower(np.uint32(seed))
+
+    def compute() -> State:
+        params = lowered.compile()(np.uint32(seed))
+        return jax.block_until_ready(_begun(model, optimizer, shapes, params, shapes.frozen))
+
+    return in_thread(compute)
+
+
+def _begun(
+    model: Model, optimizer: optax.GradientTransformation, shapes: State, params: Parts, frozen: Any
+) -> State:
+    def begin(params: Parts) -> Any:
+        return optimizer.init(params), _copies(model, params)
+
+    found = [
+        jax.jit(begin, out_shardings=_places((moments, copied)))(part)
+        for (part, copied), moments in zip(
+            parts((params, shapes.copies)), shapes.optimizer, strict=True
+        )
+    ]
+    moments, copied = zip(*found, strict=True)
+    return State(params, moments, joined(copied), frozen)
 
 
 def named(state: State) -> dict[str, Any]:
     """The arrays of a state that checkpoints have, by name: those that steps change."""
-    found = rwkv7.names({"model": state.params, "optimizer": state.optimizer})
+    found = rwkv7.names({"model": state.params, "optimizer": joined(state.optimizer)})
     return {name.replace(".params.", ".", 1): x for name, x in found.items()}
 
 
 def restored(
-    model: Model, shapes: State, arrays: dict[str, jax.Array], parts: Parts | None = None
+    model: Model, shapes: State, arrays: dict[str, jax.Array], frozen: Parts | None = None
 ) -> State:
-    """The state of which `named` gives these arrays. What is frozen is that of `parts`."""
-    structure = jax.tree.structure((shapes.params, shapes.optimizer))
-    params, optimizer = jax.tree.unflatten(structure, [arrays[name] for name in named(shapes)])
-    frozen = shapes.frozen
-    if parts is not None:
-        frozen = _placed(model.split(parts)[1], shapes.frozen)
-    make = jax.jit(
-        lambda params, optimizer: state_of(model, params, optimizer, Parts(None)),
-        donate_argnums=(0, 1),
-        out_shardings=_places(shapes)._replace(frozen=Parts(None)),
-    )
-    return make(params, optimizer)._replace(frozen=frozen)
+    """The state of which `named` gives these arrays. Frozen is what is so of the parts `frozen`."""
+    structure = jax.tree.structure((shapes.params, joined(shapes.optimizer)))
+    params, moments = jax.tree.unflatten(structure, [arrays[name] for name in named(shapes)])
+    # A step deletes the arrays of one part after another, and each part has the scalars.
+    of_parts = jax.tree.map(lambda x: x.copy() if x.ndim == 0 else x, parts(moments))
+    copy = jax.jit(functools.partial(_copies, model), out_shardings=_places(shapes.copies))
+    there = shapes.frozen if frozen is None else _placed(model.split(frozen)[1], shapes.frozen)
+    return State(params, tuple(of_parts), copy(params), there)
+
+
+class Step(NamedTuple):
+    """A training step: a function from a state and a batch to the next state, and what it measures.
+    The arrays of the given state are deleted, but for those that are frozen.
+
+    It has one program for the gradients, and one for each part of a state that changes its
+    parameters, moments and copies. Those of the blocks are the same program.
+    """
+
+    gradients: Any
+    updates: Sequence[Any]
+
+    def __call__(self, state: State, batch: Batch) -> tuple[State, Measures]:
+        loss, norm, gradients = self.gradients(state.params, state.copies, state.frozen, batch)
+        changed = [
+            # A block of which nothing is trained stays as it is.
+            update(*part, norm) if i == 0 or jax.tree.leaves(part[0]) else (*part[:3], None)
+            for i, (update, part) in enumerate(
+                zip(self.updates, _parts(state, gradients), strict=True)
+            )
+        ]
+        params, moments, copied, rates = zip(*changed, strict=True)
+        after = State(joined(params), moments, joined(copied), state.frozen)
+        return after, Measures(loss, norm, rates[0])
+
+    def trace(self, shapes: State, batch: Batch) -> "Step":
+        """The same step, traced, of which `lower` gives the lowered one, and its `compile` one that
+        can be called."""
+        gradients = self.gradients.trace(shapes.params, shapes.copies, shapes.frozen, batch)
+        norm = gradients.out_info[1]
+        of_parts = zip(self.updates, _parts(shapes, shapes.params), strict=True)
+        return Step(gradients, [update.trace(*part, norm) for update, part in of_parts])
+
+    def lower(self) -> "Step":
+        return Step(self.gradients.lower(), [x.lower() for x in self.updates])
+
+    def compile(self) -> "Step":
+        return Step(self.gradients.compile(), [x.compile() for x in self.updates])
+
+
+def _parts(state: State, gradients: Parts) -> list[Any]:
+    """Of each part the parameters, the moments, the copies and the gradients."""
+    found = parts((state.params, state.copies, gradients))
+    return [
+        (params, moments, *others)
+        for (params, *others), moments in zip(found, state.optimizer, strict=True)
+    ]
 
 
 def train_step(
@@ -167,29 +228,47 @@ def train_step(
     shapes: State,
     l2_wrap: float,
     accumulate: int = 1,
-) -> Any:
-    """The jitted training step: from a state and a batch to the next state, which is where `shapes`
-    say, and what it measures. It computes the batch in `accumulate` parts, one after another. The
-    arrays of the given state are deleted."""
+    clip: float = 0.0,
+) -> Step:
+    """The training step. It computes the batch in `accumulate` parts, one after another, and scales
+    gradients of which the global norm is larger than `clip`, if that is not 0. The optimizer has to
+    change each array by itself. The next state is where `shapes` say."""
 
-    def step(state: State, batch: Batch) -> tuple[State, Measures]:
+    def gradients(
+        params: Parts, copies: Any, frozen: Parts, batch: Batch
+    ) -> tuple[jax.Array, jax.Array, Parts]:
         def loss(params: Parts, batch: Batch) -> jax.Array:
             return mean_loss(
-                *(model, finetuning.join(params, state.frozen), batch),
-                copies=state.copies,
+                *(model, finetuning.join(params, frozen), batch),
+                copies=copies,
                 l2_wrap=l2_wrap,
                 training=True,
             )
 
-        loss_before, gradients = accumulated(loss, state.params, batch, accumulate)
-        params, moments = updated(optimizer, gradients, state.optimizer, state.params)
-        after = state_of(model, params, moments, state.frozen)
-        return after, Measures(loss_before, *measured(moments))
+        loss_before, found = accumulated(loss, params, batch, accumulate)
+        return loss_before, global_norm(found, devices=model.mesh.size), found
 
-    return jax.jit(step, donate_argnums=0, out_shardings=(_places(shapes), None))
+    def update(
+        params: Parts, moments: Any, copies: Any, gradients: Parts, norm: jax.Array
+    ) -> tuple[Parts, Any, Any, jax.Array]:
+        gradients = scaled(gradients, norm, clip)
+        params, moments = updated(optimizer, gradients, moments, params)
+        return params, moments, _copies(model, params), learning_rate(moments)
 
-
-Step: TypeAlias = Callable[[State, Batch], tuple[State, Measures]]
+    whole = NamedSharding(model.mesh, P())
+    return Step(
+        jax.jit(gradients, out_shardings=(whole, whole, _places(shapes.params))),
+        [
+            # Copies are kept to be written over.
+            jax.jit(
+                update,
+                donate_argnums=(0, 1, 2),
+                keep_unused=True,
+                out_shardings=(*_places(part[:3]), whole),
+            )
+            for part in _parts(shapes, shapes.params)
+        ],
+    )
 
 
 def compiled_step(
@@ -197,12 +276,12 @@ def compiled_step(
     optimizer: optax.GradientTransformation,
     shapes: State,
     batch: Batch,
-    l2_wrap: float,
-    accumulate: int,
+    args: argparse.Namespace,
     start: Start,
 ) -> Future[Step]:
-    """`train_step` for batches like `batch`, which a thread compiles."""
-    traced = train_step(model, optimizer, shapes, l2_wrap, accumulate).trace(shapes, batch)
+    """The step that the options ask for, for batches like `batch`, which a thread compiles."""
+    step = train_step(model, optimizer, shapes, args.l2_wrap, args.accumulate, args.clip)
+    traced = step.trace(shapes, batch)
     start.part("trace")
     lowered = traced.lower()
     start.part("lower")

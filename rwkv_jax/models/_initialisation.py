@@ -64,14 +64,16 @@ def _blocks(
     memory beside those of its blocks, so one loop does not make those of all blocks.
     """
     layers, kind = config.num_layers, (config, init_time_mix, init_channel_mix)
-    blocks = []
+    blocks: list[BlockParams] = []
     for part in np.array_split(np.arange(layers), -(-layers // AT_ONCE)):
         stacked = _matrices(keys[part[0] : part[-1] + 1], *kind)
-        for i, layer in enumerate(part):
-            own = {name: x[i] for name, x in stacked.items()}
-            blocks.append(_completed(_block(None, int(layer), *kind), own))
-        # The next loop begins when the blocks of this one are there.
-        keys, blocks = lax.optimization_barrier((keys, blocks))
+        matrices = [{name: x[i] for name, x in stacked.items()} for i in range(len(part))]
+        # The next loop begins when the matrices of this one are there.
+        keys, matrices = lax.optimization_barrier((keys, matrices))
+        blocks += [
+            _completed(_block(None, int(layer), *kind), own)
+            for layer, own in zip(part, matrices, strict=True)
+        ]
     return tuple(blocks)
 
 

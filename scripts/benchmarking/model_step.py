@@ -17,8 +17,8 @@ from jax import Array
 
 from benchmarking import profile
 from benchmarking.timing import seconds
-from rwkv_jax._training import copies
-from rwkv_jax._training.clipping import clipped
+from rwkv_jax._training import by_block, copies
+from rwkv_jax._training.clipping import global_norm, scaled
 from rwkv_jax._training.sizes import flops_per_token
 from rwkv_jax.losses import cross_entropy, in_pieces
 from rwkv_jax.models import rwkv7
@@ -110,8 +110,21 @@ def make_optimizer(learning_rate: float, warmup: int, steps: int, weight_decay: 
     parser.set_defaults(
         learning_rate=learning_rate, warmup=warmup, steps=steps, weight_decay=weight_decay
     )
-    transformation = optimizer.make_optimizer(parser.parse_args([]))
-    return Optimizer(transformation.init, functools.partial(optimizer.updated, transformation))
+    args = parser.parse_args([])
+    transformation = optimizer.make_optimizer(args)
+
+    @jax.jit
+    def of_part(gradients: Any, state: Any, params: Any, norm: Array) -> tuple[Any, Any]:
+        gradients = scaled(gradients, norm, args.clip)
+        return optimizer.updated(transformation, gradients, state, params)
+
+    def update(gradients: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        norm = global_norm(gradients)
+        return by_block.joined(
+            [of_part(*part, norm) for part in by_block.parts((gradients, state, params))]
+        )
+
+    return Optimizer(transformation.init, update)
 
 
 def _adamw(rate: float, decay: float, b1: float = 0.9, b2: float = 0.99) -> Optimizer:
@@ -122,7 +135,7 @@ def _adamw(rate: float, decay: float, b1: float = 0.9, b2: float = 0.99) -> Opti
     def update(gradients: Any, state: Any, params: Any) -> tuple[Any, Any]:
         count, first, second = state
         count += 1
-        gradients, _ = clipped(gradients, 1.0)
+        gradients = scaled(gradients, global_norm(gradients), 1.0)
         first = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, first, gradients)
         second = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, second, gradients)
 
