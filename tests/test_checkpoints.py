@@ -445,11 +445,10 @@ def test_wrong_tensors(
     ("names", "message"),
     [
         (
-            ["blocks.0.att.r_k", "blocks.0.ffn.s_emb.weight"],
-            r"RWKV-7 with DeepEmbed \(rwkv7a\); accepted is RWKV-4, RWKV-5, RWKV-6, RWKV-7",
+            ["blocks.0.ffn.s_emb.weight", "blocks.0.qkv.k_emb.weight"],
+            r"DeepEmbed and attention \(rwkv7b\); accepted is RWKV-4, RWKV-5, RWKV-6, RWKV-7",
         ),
-        (["blocks.0.ffn.s_emb.weight", "blocks.0.qkv.k_emb.weight"], "DeepEmbed and attention"),
-        (["model.blocks.0.ffn.s_emb.weight"], r"RWKV-7 with DeepEmbed \(rwkv7a\)"),
+        (["model.blocks.0.qkv.k_emb.weight"], "DeepEmbed and attention"),
         (["blocks.0.att.time_maa_x", "blocks.0.att.gate_w1"], "RWKV-6 with a gate of low rank"),
         (["model.layers.0.attn.x_bias"], "RWKV-6 in the layout of flash-linear-attention"),
         (["model.embed_tokens.weight"], "'model.embed_tokens.weight' ..., are of no generation of"),

@@ -31,10 +31,11 @@ def sums(state: Any) -> Any:
     return jax.tree.map(unscaled, state, is_leaf=lambda x: isinstance(x, Wkv4State))
 
 
-@pytest.mark.parametrize("version", checkpoints.MIXINGS)
+@pytest.mark.parametrize("version", [*checkpoints.MIXINGS, "RWKV-7a"])
 def test_logits_and_states(tmp_path: Path, version: str) -> None:
     """Of a sequence, and of tokens one by one after it."""
-    tensors = checkpoints.official(version)
+    is_7a = version == "RWKV-7a"
+    tensors = checkpoints.rwkv7a(size=32) if is_7a else checkpoints.official(version)
     if version in TUNED:
         rng = np.random.default_rng(1)
         names = [f"blocks.{i}.att.time_state" for i in range(2)]

@@ -19,6 +19,7 @@ from rwkv_jax._training.data import Batch
 from rwkv_jax._training.parts import ALL, Parts, labels
 from rwkv_jax.losses import cross_entropy, in_pieces
 from rwkv_jax.models import Kernels, rwkv7
+from rwkv_jax.models._trees import has_tables
 from rwkv_jax.sharding import shard
 from rwkv_jax.wkv7 import wkv7
 
@@ -80,8 +81,11 @@ class Model(NamedTuple):
     @property
     def exchanges(self) -> bool:
         """Whether devices exchange parameters and gradients as `_training.exchange` has it: where
-        all parameters of RWKV-7 are trained, and nothing beside them, on whole rows."""
+        all parameters of RWKV-7 are trained, and nothing beside them, on whole rows. Those of
+        RWKV-7a are not exchanged so, since its blocks need the embedding."""
         if self.mesh.size == 1 or self.module is not rwkv7 or self.piece:
+            return False
+        if has_tables(self.shapes.params):
             return False
         beside = self.shapes.adapter, self.shapes.states, self.split(self.shapes)[1]
         return not jax.tree.leaves(beside)

@@ -28,5 +28,5 @@ def _matrices(params: Any) -> int:
     return sum(
         x.size
         for name, x in rwkv7.names(params).items()
-        if x.ndim == 2 and not name.startswith("emb.") and not name.endswith((".r_k", ".scale"))
+        if x.ndim == 2 and not name.endswith(("emb.weight", ".r_k", ".scale"))
     )

@@ -5,11 +5,12 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from rwkv_jax import layers as functions
 from rwkv_jax.layers import relu_squared
 from rwkv_jax.models import _parameters, _recomputation
+from rwkv_jax.models._kernels import Options
 from rwkv_jax.models._linear import AnyWeight, Weight, WeightByInput, is_plain, linear
 from rwkv_jax.models._normalisation import Norm
 from rwkv_jax.models._token_shift import of_previous, shift_and_mix
@@ -50,10 +51,10 @@ def mix_channels(
     norm: Norm | None,
     x: Float[Array, "B *T C"],
     state: Float[Array, "B C"] | None,
-    segment_ids: Int[Array, " B *T"] | None,
-    layers: str | None = None,
+    options: Options,
 ) -> tuple[Array, Array, Array]:
     """The channel mixing, as `Generation` describes it."""
+    segment_ids, layers = options.segment_ids, options.kernels.layers
     x, (x_k, x_r), shift = shift_and_mix(norm, params.mixes, x, state, segment_ids, layers)
     p = _parameters.like(params, x)
     gate = jax.nn.sigmoid(linear(p.receptance, x_r))

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 from jax import Array
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from rwkv_jax._operator import check
 
@@ -122,11 +122,20 @@ def chosen(what: str, kernels: Kernels | str | None) -> Kernels:
     return kernels
 
 
+class Tokens(NamedTuple):
+    """The tokens of a call, and the input of the first block, which is made of them alone."""
+
+    ids: Int[Array, " B *T"]
+    embedded: Float[Array, "B *T C"]
+
+
 class Options(NamedTuple):
-    """The options of a model: the documents of a row, and what `Kernels.of_call` gives."""
+    """The options of a model: the documents of a row, what `Kernels.of_call` gives, and the tokens,
+    if blocks look up tables by token."""
 
     segment_ids: Int[Array, " B *T"] | None
     kernels: Kernels
+    tokens: Tokens | None = None
 
 
 def run(
@@ -135,7 +144,7 @@ def run(
     """`operator`, or what `options` have in its place, on sequences, or `step` on a `single` token
     of each row. The last of the operands is the state."""
     # A function given as `wkv` need not know of segments where there are none.
-    ids, kernels = options
+    ids, kernels = options.segment_ids, options.kernels
     segments = {}
     if ids is not None:
         segments = {"active": ids != 0} if single else {"segment_ids": ids}

@@ -41,6 +41,12 @@ class WeightByInput(NamedTuple):
         return Weight(self.by_input.T, self.scale).wide()
 
 
+class Table(NamedTuple):
+    """What a block looks up by token, [vocabulary, numbers]: the weight of no linear map."""
+
+    weight: Array
+
+
 class Dropout(NamedTuple):
     """What a low-rank part leaves out of its input: each number with the probability `rate`, by a
     random key."""
@@ -142,9 +148,9 @@ def low_rank_maps(
 
 
 def embed(
-    params: Weight, tokens: Int[Array, "*shape"], dtype: DTypeLike
+    params: Weight | Table, tokens: Int[Array, "*shape"], dtype: DTypeLike
 ) -> Float[Array, "*shape C"]:
-    """The embedding of each token in `dtype`."""
+    """The embedding of each token in `dtype`, or what a table has for it."""
     return _rows(params.weight, tokens).astype(dtype)
 
 

@@ -25,7 +25,7 @@ from rwkv_jax.models import (
     _trees,
 )
 from rwkv_jax.models._blocks import add, in_turn, scan
-from rwkv_jax.models._kernels import Kernels, Options, chosen
+from rwkv_jax.models._kernels import Kernels, Options, Tokens, chosen
 from rwkv_jax.models._linear import embed, logits
 from rwkv_jax.models._normalisation import layer_norm
 from rwkv_jax.models._recomputation import Recompute
@@ -38,6 +38,7 @@ from rwkv_jax.models._trees import (
     State,
     TimeMixState,
     first_block,
+    has_tables,
     initial_block,
 )
 
@@ -58,8 +59,7 @@ class Generation:
         `Options`. It returns the input, for its other uses, the output, the next state, and what
         the first block has.
       mix_channels: the channel mixing. It takes its parameters, a normalisation, its input, its
-        state, the segments and the implementation of layer functions. It returns the input, the
-        output and the next state.
+        state and `Options`. It returns the input, the output and the next state.
       init_time_mix: the parameters of a time mixing, from a key, a config and the number of the
         layer, of any dtype. From a key of None it gives the shape of each random matrix.
       init_channel_mix: the same for a channel mixing.
@@ -171,7 +171,7 @@ class Generation:
             `recompute` are wrong; `state` is not one of this model and this number of rows; `dtype`
             is not float32, bfloat16 or float16; `kernels` is none of those accepted; blocks are to
             be fused where there are no such kernels; or sizes are symbolic and kernels are asked
-            for that need numbers.
+            for that need numbers; or `kernels` has `gather` or `embed` and the model is RWKV-7a.
           NotImplementedError: the kernels cannot run the call.
         """
         params, kernels = self.checked(params), chosen(self.name, kernels)
@@ -182,6 +182,11 @@ class Generation:
         dtype, rows = _parameters.floating(self.name, dtype), tokens.shape[0]
         _arguments.check_state(self.name, self.initial_state, params, state, rows, dtype)
         kernels = kernels.of_call(self.name, tokens.shape, self.step_block is not None)
+        if has_tables(params) and (kernels.gather or kernels.embed):
+            raise ValueError(
+                f"{self.name}: kernels has gather or embed, and params has tables for tokens "
+                "(DeepEmbed); accepted with them is None"
+            )
         tokens = jnp.asarray(tokens)
         operands = (params, tokens, state, segment_ids)
         kernels = _mesh.as_explicit(self.name, kernels, operands, tokens)
@@ -190,9 +195,11 @@ class Generation:
             params: Params, tokens: Array, state: Any, segment_ids: Array | None
         ) -> tuple[Array, State]:
             step = self._step_for(params, kernels)
-            block = functools.partial(_block, self, step, Options(segment_ids, kernels))
-            recomputed = functools.partial(_recomputation.recomputed, block, recompute)
             x = (kernels.embed or embed)(params.emb, tokens, dtype)
+            looked_up = _tokens(params, tokens, x) if has_tables(params) else None
+            options = Options(segment_ids, kernels, looked_up)
+            block = functools.partial(_block, self, step, options)
+            recomputed = functools.partial(_recomputation.recomputed, block, recompute)
             if isinstance(params.blocks, Stacked):
                 body = recomputed(scanned=True)
                 x, next_state = scan(recomputed(), body, params.blocks, x, state)
@@ -309,12 +316,13 @@ class Generation:
 
         Raises:
           TypeError, ValueError: `segment_ids` is wrong.
+          ValueError: `params` are of RWKV-7a, which looks up tokens and not activations alone.
         """
         check.array("channel_mix", "x", x)
         segment_ids = _arguments.checked_segment_ids("channel_mix", segment_ids, x.shape[:-1])
 
         def compute(params: Any, x: Array, state: Any, segment_ids: Any) -> Any:
-            return self.mix_channels(params, None, x, state, segment_ids, None)[1:]
+            return self.mix_channels(params, None, x, state, Options(segment_ids, Kernels()))[1:]
 
         def results() -> Any:
             return _mesh.spec_of(x), _mesh.specs_of_next(state, x)
@@ -360,6 +368,12 @@ class Generation:
         return _placement.shardings(params, mesh, self.rules, heads, data=data, model=model)
 
 
+def _tokens(params: Params, ids: Array, x: Array) -> Tokens:
+    """Tokens with what the first block makes of their embeddings."""
+    norm = first_block(params).ln0
+    return Tokens(ids, x if norm is None else layer_norm(norm, x))
+
+
 def _block(
     generation: Generation,
     step: _StepBlock | None,
@@ -396,6 +410,5 @@ def _mixings(
 ) -> tuple[Array, Any, BlockState]:
     """`_block` after the normalisation of the embedding."""
     x, dx, att, of_first = generation.mix_tokens(p.att, p.ln1, x, s.att, of_first, options)
-    ids, layers = options.segment_ids, options.kernels.layers
-    x, dx, ffn = generation.mix_channels(p.ffn, p.ln2, add(x, dx), s.ffn, ids, layers)
+    x, dx, ffn = generation.mix_channels(p.ffn, p.ln2, add(x, dx), s.ffn, options)
     return add(x, dx), of_first, BlockState(att, ffn)

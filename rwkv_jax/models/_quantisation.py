@@ -23,8 +23,8 @@ def quantize(params: Any, *, group: int | None = None) -> Params:
 
         scale = max(|weight|) / 127        weight_int8 = round(weight / scale)
 
-    and a linear map multiplies with `scale * weight_int8`. The embedding, low-rank maps, vectors
-    and normalisations stay as they are. `hidden_states`, `apply`, `shardings` and
+    and a linear map multiplies with `scale * weight_int8`. The embedding, other tables, low-rank
+    maps, vectors and normalisations stay as they are. `hidden_states`, `apply`, `shardings` and
     `rwkv_jax.generation` take such parameters as any others, and `save` and `load` keep them:
     beside a tensor `X.weight` of int8 there is `X.scale`, float32 [outputs, groups]. They are for
     inference: gradients with respect to a state or to `scale` are those of the formula, and

@@ -3,12 +3,12 @@
 from jax import export
 
 from rwkv_jax.models import rwkv4, rwkv5, rwkv6, rwkv7
-from rwkv_jax.models._linear import Adapted, Dropout, WeightByInput
+from rwkv_jax.models._linear import Adapted, Dropout, Table, WeightByInput
 from rwkv_jax.wkv4 import Wkv4State
 
 _SHARED = (
     *(rwkv7.Params, rwkv7.BlockParams, rwkv7.BlockState, rwkv7.TimeMixState),
-    *(rwkv7.Stacked, rwkv7.Norm, rwkv7.Weight, WeightByInput, Adapted, Dropout),
+    *(rwkv7.Stacked, rwkv7.Norm, rwkv7.Weight, WeightByInput, Table, Adapted, Dropout),
 )
 _TYPES = {
     "rwkv_jax": (Wkv4State,),

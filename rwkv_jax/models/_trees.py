@@ -44,6 +44,11 @@ def first_block(params: Params) -> BlockParams:
     return blocks.first if isinstance(blocks, Stacked) else blocks[0]
 
 
+def has_tables(params: Params) -> bool:
+    """Whether blocks look up tables by token, as those of RWKV-7a (DeepEmbed) do."""
+    return getattr(first_block(params).ffn, "s_emb", None) is not None
+
+
 class TimeMixState(NamedTuple):
     """`shift` [B, C] is the last input of the time mixing, in the dtype of the activations, and
     `wkv` the float32 state of the operator: [B, H, V, K], or in RWKV-4 a `Wkv4State`."""

@@ -60,6 +60,21 @@ def rwkv7(**options: Any) -> Tensors:
     return official("RWKV-7", **options)
 
 
+def rwkv7a(size: int = 4, **options: Any) -> Tensors:
+    """The tensors of RWKV-7a, which has tables of matrices [size, size] for DeepEmbed."""
+    tensors = rwkv7(**options)
+    vocabulary, width = tensors["emb.weight"].shape
+    hidden, square = 4 * width, size * size
+    shapes = {"s0": (1, 1, hidden), "s1": (width, size), "s2": (size, hidden)}
+    shapes |= {"s_emb.weight": (vocabulary, square), "s_emb_x.weight": (square, width)}
+    rng = np.random.default_rng(7)
+    for layer in range(sum(name.endswith(".att.r_k") for name in tensors)):
+        for name, shape in shapes.items():
+            x = 0.3 * rng.standard_normal(shape)
+            tensors[f"blocks.{layer}.ffn.{name}"] = x.astype(tensors["emb.weight"].dtype)
+    return tensors
+
+
 def official(
     version: str,
     *,

@@ -3,8 +3,8 @@
 Written from the published formulas and independent of the package: "RWKV: Reinventing RNNs for the
 Transformer Era" (arXiv:2305.13048), "Eagle and Finch: RWKV with Matrix-Valued States and Dynamic
 Recurrence" (arXiv:2404.05892), "RWKV-7 Goose with Expressive Dynamic State Evolution"
-(arXiv:2503.14456), and RWKV-LM for what these leave open. The parameters are a flat dictionary with
-the official names.
+(arXiv:2503.14456), and RWKV-LM for what these leave open and for RWKV-7a. The parameters are a flat
+dictionary with the official names.
 """
 
 from collections.abc import Iterable, Mapping
@@ -155,8 +155,15 @@ def channel_mix_6(p: Layer, x: Array, state: dict[str, Any]) -> Array:
 
 
 def channel_mix_7(p: Layer, x: Array, state: dict[str, Any]) -> Array:
+    """With the DeepEmbed of RWKV-7a, if there is one."""
     mixed = x + (state["ffn"] - x) * p["x_k"]
-    return p.linear("value", np.maximum(p.linear("key", mixed), 0) ** 2)
+    hidden = np.maximum(p.linear("key", mixed), 0) ** 2
+    if "s_emb.weight" in p:
+        of_token = p["s_emb.weight"][state["token"]] + p.linear("s_emb_x", state["embedding"])
+        low = x @ p["s1"]
+        low = low @ of_token.reshape(len(low), len(low))
+        hidden = hidden * (low @ p["s2"] + p["s0"])
+    return p.linear("value", hidden)
 
 
 MIXINGS = {
@@ -181,8 +188,9 @@ def logits(generation: str, tensors: Mapping[str, Any], tokens: Iterable[int]) -
         state["first"] = states[0]
     results = []
     for token in tokens:
-        x = model.norm("blocks.0.ln0", tensors["emb.weight"][token])
+        x = embedding = model.norm("blocks.0.ln0", tensors["emb.weight"][token])
         for layer, state in enumerate(states):
+            state |= {"token": token, "embedding": embedding}
             normalised = model.norm(f"blocks.{layer}.ln1", x)
             x = x + time_mix(Layer(tensors, f"blocks.{layer}.att."), normalised, state)
             state["att"] = normalised

@@ -27,9 +27,10 @@ class Run(NamedTuple):
 
 
 def package(version: str) -> ModuleType:
-    """The module of the package with the models of a version. One import of it has either RWKV-7 or
-    all others."""
-    os.environ["RWKV_V7_ON"] = str(int(version == "RWKV-7"))
+    """The module of the package with the models of a version. One import of it has RWKV-7, RWKV-7a
+    or all others."""
+    os.environ["RWKV_V7_ON"] = str(int(version.startswith("RWKV-7")))
+    os.environ["RWKV_DE_VERSION"] = str(int(version == "RWKV-7a"))
     with warnings.catch_warnings():
         # It is decorated for the compiler of PyTorch even where this one is off.
         warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
@@ -64,6 +65,6 @@ def blocks(version: str, state: Sequence[Any]) -> tuple[rwkv7.BlockState, ...]:
         return tuple(found)
     for shift, wkv, ffn in zip(*[iter(arrays)] * 3, strict=True):
         # [H, K, V] before RWKV-7
-        wkv = wkv if version == "RWKV-7" else wkv.swapaxes(-1, -2)
+        wkv = wkv if version.startswith("RWKV-7") else wkv.swapaxes(-1, -2)
         found.append(rwkv7.BlockState(rwkv7.TimeMixState(shift, wkv), ffn))
     return tuple(found)

@@ -11,6 +11,7 @@ import jax
 
 from rwkv_jax.models import _parameters, rwkv4, rwkv5, rwkv6, rwkv7
 from rwkv_jax.models._checkpoints.tensors import quoted
+from rwkv_jax.models._linear import Table
 
 Shape: TypeAlias = tuple[int, ...]
 Shapes: TypeAlias = Mapping[str, Shape]
@@ -87,6 +88,36 @@ def _version_of_rwkv5(params: rwkv5.Params, shapes: Shapes) -> rwkv5.Params:
     )
 
 
+def _version_of_rwkv7(params: rwkv7.Params, shapes: Shapes) -> rwkv7.Params:
+    """The parameters of a file of RWKV-7, or of RWKV-7a, which has DeepEmbed as well."""
+    if not any(name.endswith(".ffn.s_emb.weight") for name in shapes):
+        return params
+    vocabulary, width = params.emb.weight.shape
+
+    def version(layer: int, ffn: rwkv7.ChannelMixParams) -> rwkv7.ChannelMixParams:
+        hidden, _ = ffn.key.weight.shape
+        s1 = shapes.get(f"blocks.{layer}.ffn.s1", ())
+        size = s1[1] if len(s1) == 2 else 32  # that of the published models
+
+        def like(*shape: int) -> Any:
+            return jax.ShapeDtypeStruct(shape, ffn.x_k.dtype)
+
+        return ffn._replace(
+            s0=like(hidden),
+            s1=like(width, size),
+            s2=like(size, hidden),
+            s_emb=Table(like(vocabulary, size * size)),
+            s_emb_x=rwkv7.Weight(like(size * size, width)),
+        )
+
+    return params._replace(
+        blocks=tuple(
+            block._replace(ffn=version(layer, block.ffn))
+            for layer, block in enumerate(params.blocks)
+        )
+    )
+
+
 _HIDDEN: Mapping[str, OwnAxes] = {
     ".ffn.key.weight": ("ffn size", None),
     ".ffn.value.weight": (None, "ffn size"),
@@ -101,6 +132,7 @@ LAYOUTS = (
             *(f".att.{name}" for name in ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g")),
             *(f".att.{name}" for name in ("w0", "a0", "v0", "k_k", "k_a")),
             ".ffn.x_k",
+            ".ffn.s0",
         ),
         heads=".att.r_k",
         own={
@@ -113,8 +145,12 @@ LAYOUTS = (
             ".att.g1": (None, "rank of g"),
             ".att.g2": ("rank of g", None),
             **_HIDDEN,
+            ".ffn.s0": ("ffn size",),
+            ".ffn.s1": (None, "rank of s"),
+            ".ffn.s2": ("rank of s", "ffn size"),
         },
         unused=("blocks.0.att.v0", "blocks.0.att.v1", "blocks.0.att.v2"),
+        version=_version_of_rwkv7,
     ),
     Layout(
         "RWKV-6",
@@ -153,7 +189,6 @@ LAYOUTS = (
 
 _REFUSED = {
     ".qkv.k_emb.weight": "RWKV-7 with DeepEmbed and attention (rwkv7b)",
-    ".ffn.s_emb.weight": "RWKV-7 with DeepEmbed (rwkv7a)",
     ".ffn.enn.weight": "a preview of RWKV-8 with DeepEmbed",
     ".att.gate_w1": "RWKV-6 with a gate of low rank (x060a)",
     ".att.time_maa_rkvw_w1": "RWKV-6 without a gate (x060b or x060c)",

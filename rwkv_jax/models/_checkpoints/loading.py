@@ -184,9 +184,9 @@ def load(
       FileNotFoundError: there is no such file.
       ValueError: a file is damaged, or has anything but tensors; or tensors are missing, of no use,
         or have the wrong shape or dtype, all of which the message lists; or the model is a variant
-        that no module computes, such as RWKV-7 with DeepEmbed; or the file is an adapter, such as
-        one of LoRA; or `config.json` asks for another formula or other sizes; or `data` or `model`
-        names an axis that the mesh does not have, or there is no mesh.
+        that no module computes, such as RWKV-7b; or the file is an adapter, such as one of LoRA; or
+        `config.json` asks for another formula or other sizes; or `data` or `model` names an axis
+        that the mesh does not have, or there is no mesh.
       TypeError: `dtype` is none of these.
     """
     if dtype is not None:

@@ -23,7 +23,7 @@ from rwkv_jax.models._checkpoints.layouts import layout_of
 from rwkv_jax.models._checkpoints.tensors import described
 from rwkv_jax.models._checkpoints.writing import Arrays, Stored
 from rwkv_jax.models._stacking import unstack
-from rwkv_jax.models._trees import BlockState, Params, first_block
+from rwkv_jax.models._trees import BlockState, Params, first_block, has_tables
 
 Names: TypeAlias = Literal["official", "fla", "hf"]
 
@@ -108,8 +108,9 @@ def endings_for(
     if names == "official":
         return (".safetensors",) if quantised else writing.ENDINGS
     layout = layout_of(what, _parameters.names(params))
-    if quantised or layout.name != "RWKV-7":
+    if quantised or has_tables(params) or layout.name != "RWKV-7":
         model = layout.name + (" with quantised weights" if quantised else "")
+        model += " with DeepEmbed" if has_tables(params) else ""
         raise ValueError(f"{what} is {names}; accepted for {model} is official")
     if names == "fla":
         shape = block.att.r_k.shape[-2:]

@@ -29,8 +29,16 @@ output, the value `v_first` of the first layer, and `ln_x` a normalisation of ea
 64e-5. The channel mixing has such a token shift for k alone, and y_t = V max(K x_k, 0)^2 with
 matrices K and V of its own.
 
-Source: "RWKV-7 Goose with Expressive Dynamic State Evolution" (arXiv:2503.14456) and, for the
-initialisation, the training code of RWKV-LM.
+RWKV-7a adds DeepEmbed to it: with the input e_t of the first block, a table s_emb that has n * n
+numbers for each token, and a matrix s_emb_x,
+
+    S_t = s_emb[token_t] + s_emb_x e_t                            as a matrix [n, n]
+    y_t = V (max(K x_k, 0)^2 * (s0 + ((x_t s1) S_t) s2))
+
+`load` gives the parameters of such a model. `init` does not: initial values are not published.
+
+Source: "RWKV-7 Goose with Expressive Dynamic State Evolution" (arXiv:2503.14456); for the
+initialisation, the training code of RWKV-LM; and for DeepEmbed, `rwkv_v7a_demo.py` there.
 """
 
 import dataclasses
@@ -41,7 +49,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jaxtyping import Float, Int, Key
+from jaxtyping import Float, Key
 
 from rwkv_jax import _typing
 from rwkv_jax.layers import (
@@ -49,6 +57,7 @@ from rwkv_jax.layers import (
     keyed_wkv7,
     projected_read_out,
     read_out,
+    relu_squared,
     value_residual,
     wkv7_keys,
 )
@@ -63,10 +72,18 @@ from rwkv_jax.models._initialisation import (
     split,
     token_shift_mix,
 )
-from rwkv_jax.models._kernels import Options, run
-from rwkv_jax.models._linear import Weight, WeightByInput, is_plain, linear, low_rank_maps
+from rwkv_jax.models._kernels import Options, Tokens, run
+from rwkv_jax.models._linear import (
+    Table,
+    Weight,
+    WeightByInput,
+    embed,
+    is_plain,
+    linear,
+    low_rank_maps,
+)
 from rwkv_jax.models._model import Generation
-from rwkv_jax.models._normalisation import Norm
+from rwkv_jax.models._normalisation import Norm, layer_norm
 from rwkv_jax.models._public import *  # noqa: F403
 from rwkv_jax.models._token_shift import shift_and_mix
 from rwkv_jax.models._trees import TimeMixState
@@ -137,11 +154,20 @@ class TimeMixParams(NamedTuple):
 
 class ChannelMixParams(NamedTuple):
     """The parameters of a channel mixing. `x_k` [C] says how much of the previous token is mixed
-    in."""
+    in.
+
+    The others are those of DeepEmbed, or None: `s0` [F], `s1` [C, n] and `s2` [n, F] for the F
+    outputs of `key`, `s_emb` [vocabulary, n * n] and `s_emb_x` [n * n, C].
+    """
 
     x_k: Array
     key: Weight
     value: Weight | WeightByInput
+    s0: Array | None = None
+    s1: Array | None = None
+    s2: Array | None = None
+    s_emb: Table | None = None
+    s_emb_x: Weight | None = None
 
 
 def initial_wkv(params: TimeMixParams, batch: int) -> _typing.State:
@@ -228,7 +254,7 @@ def mix_tokens(
     options: Options,
 ) -> tuple[Array, Array, TimeMixState, Array]:
     """The time mixing, as `Generation` describes it."""
-    segment_ids, kernels = options
+    segment_ids, kernels = options.segment_ids, options.kernels
     layers = kernels.layers
     before, wkv = (None, initial_wkv(params, x.shape[0])) if state is None else state
     mixes = (params.x_r, params.x_w, params.x_k, params.x_v, params.x_a, params.x_g)
@@ -305,15 +331,35 @@ def mix_channels(
     norm: Norm | None,
     x: Float[Array, "B *T C"],
     state: Float[Array, "B C"] | None,
-    segment_ids: Int[Array, " B *T"] | None,
-    layers: str | None = None,
+    options: Options,
 ) -> tuple[Array, Array, Array]:
     """The channel mixing, as `Generation` describes it."""
+    segment_ids, layers = options.segment_ids, options.kernels.layers
     x, (x_k,), shift = shift_and_mix(norm, (params.x_k,), x, state, segment_ids, layers)
+    if params.s_emb is not None:
+        gate = _deep_embed(params, x if norm is None else layer_norm(norm, x), options.tokens)
+        hidden = relu_squared(linear(params.key, x_k)) * gate
+        return x, linear(params.value, hidden), shift
     p = _parameters.like(params, x)
     # A mix by itself takes longer to compute again than one of six, for as much memory.
     x_k = _recomputation.save_under_mixes(x_k)
     return x, feed_forward(p.key, p.value, x_k, layers), shift
+
+
+def _deep_embed(
+    params: Any, x: Float[Array, "B *T C"], tokens: Tokens | None
+) -> Float[Array, "B *T F"]:
+    """The factors of the hidden activations for normalised inputs, with all parameters."""
+    if tokens is None:
+        raise ValueError(
+            "channel_mix: params has tables for tokens (DeepEmbed); accepted are params without, "
+            "and whole models as apply takes them"
+        )
+    of_tokens = embed(params.s_emb, tokens.ids, x.dtype) + linear(params.s_emb_x, tokens.embedded)
+    low = linear(WeightByInput(params.s1), x)
+    matrices = of_tokens.reshape(*low.shape, low.shape[-1])
+    low = jnp.einsum("...i,...io->...o", low, matrices)
+    return linear(WeightByInput(params.s2), low) + _parameters.like(params.s0, x)
 
 
 GENERATION = Generation(
@@ -328,7 +374,9 @@ GENERATION = Generation(
     rules=(
         *_placement.LINEAR,
         (("w1", "a1", "v1", "g1"), ("data",)),
-        (("w2", "a2", "v2", "g2"), ("data", "model")),
+        (("w2", "a2", "v2", "g2", "s2"), ("data", "model")),
+        (("s1", "s_emb_x.weight"), ("data",)),
+        (("s0",), ("model",)),
         (("w0", "a0", "v0", "k_k", "k_a", "r_k", "ln_x.weight", "ln_x.bias"), ("model",)),
     ),
     step_block=block_step.step_block,

@@ -309,6 +309,8 @@ class _FusedBlock(Computation):
 
     def why_no_kernel(self, name: Pass, options: Options, operands: Any) -> str | None:
         given = _given(*operands)
+        if "ffn.s_emb.weight" in given:
+            return "the model is RWKV-7a; the kernels have no DeepEmbed"
         if missing := [x for x in self.inputs if x not in given]:
             return (
                 f"{missing[0]} is stored in another way; the kernels take the parameters as "
