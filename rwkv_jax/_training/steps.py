@@ -15,6 +15,7 @@ from rwkv_jax import finetuning
 from rwkv_jax._training import copies
 from rwkv_jax._training.accumulation import accumulated
 from rwkv_jax._training.clocks import Start
+from rwkv_jax._training.compilation import compiled
 from rwkv_jax._training.data import Batch
 from rwkv_jax._training.devices import place
 from rwkv_jax._training.language_model import Model, mean_loss
@@ -206,7 +207,7 @@ def compiled_step(
     start.part("trace")
     lowered = traced.lower()
     start.part("lower")
-    return in_thread(lowered.compile)
+    return in_thread(lambda: compiled(lowered))
 
 
 def in_thread(work: Callable[[], T]) -> Future[T]:
@@ -235,7 +236,14 @@ def evaluation(model: Model, held_out: Batch, rows: int) -> Callable[[Parts], fl
     def losses(parts: Parts, batches: Batch) -> jax.Array:
         return jax.lax.map(functools.partial(mean_loss, model, parts), batches)
 
-    return lambda parts: float(np.average(losses(parts, placed), weights=weights))
+    program: Any = None
+
+    def evaluate(parts: Parts) -> float:
+        nonlocal program
+        program = program or compiled(losses.lower(parts, placed))
+        return float(np.average(program(parts, placed), weights=weights))
+
+    return evaluate
 
 
 def on_mesh(batch: Batch, mesh: Mesh, *before: None) -> Batch:
