@@ -115,8 +115,10 @@ def test_which_calls_have_kernels(
 
 REFUSED = [
     *(("feed_forward", x) for x in ({"dtype": "float32"}, {"C": 544}, {"C": 448}, {"F": 320})),
-    *(("low_rank", x) for x in ({"dtype": "float32"}, {"C": 192}, {"R": 20}, {"R": 264})),
-    *(("low_rank_maps", x) for x in ({"dtype": "float32"}, {"C": 52}, {"Q": 4})),
+    *(("low_rank", x) for x in ({"dtype": "float32"}, {"C": 192, "D": 192}, {"D": 256})),
+    *(("low_rank", x) for x in ({"R": 20}, {"R": 264})),
+    *(("low_rank_maps", x) for x in ({"dtype": "float32"}, {"C": 52, "D": 52}, {"D": 24})),
+    ("low_rank_maps", {"Q": 4}),
     *(("value_residual", x) for x in ({"B": 2**16, "T": 2**15}, {"T": 2**31})),
 ]
 

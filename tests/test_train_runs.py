@@ -4,6 +4,7 @@ where they are damaged or cannot be written.
 Most runs here have steps that compute nothing.
 """
 
+import importlib
 import json
 import os
 import re
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -22,7 +23,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+import rwkv_jax
 from support import checkpoints, scripts
 from support.scripts import AtStep
 from support.training import measuring, without_computing
@@ -380,8 +385,10 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 
 @pytest.mark.slow
 def test_compiled_programs_are_kept(options: list[str], tmp_path: Path) -> None:
-    """A second process compiles nothing before its second step."""
+    """A second process compiles nothing before its second step, where each device has rows of its
+    own."""
     script, cache = Path(scripts.SCRIPTS) / "train.py", tmp_path / "cache"
+    options = [*options, f"--mesh=data={min(2, jax.device_count())}"]
     found = []
     for name in ("first", "second"):
         run = subprocess.run(
@@ -399,3 +406,35 @@ def test_compiled_programs_are_kept(options: list[str], tmp_path: Path) -> None:
     (cached, compiled), again = found
     assert compiled > cached == 0
     assert again == [compiled, 0]
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[Path]:
+    """A folder in which JAX keeps programs, however fast they compile."""
+    options = {"jax_enable_compilation_cache": True, "jax_compilation_cache_dir": str(tmp_path)}
+    options |= {"jax_persistent_cache_min_compile_time_secs": 0.0}
+    before = {name: getattr(jax.config, name) for name in options}
+    for values in (options, before):
+        for name, value in values.items():
+            jax.config.update(name, value)
+        # JAX asks for the options once.
+        compilation_cache.reset_cache()
+        if values is options:
+            yield tmp_path
+
+
+@needs_devices
+def test_programs_that_call_python_are_not_kept(cache: Path) -> None:
+    """The next run could read one although its functions are others. The next program is kept."""
+    compilation = importlib.import_module("rwkv_jax._training.compilation")
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    x = jnp.ones((2, 4, 2, 16))
+
+    def program(x: jax.Array) -> Any:
+        return rwkv_jax.wkv7(x, -x, x, x, x, x, decay="log")
+
+    kept = []
+    for placed in (jax.device_put(x, NamedSharding(mesh, P("data"))), x):
+        compilation.compiled(jax.jit(program).lower(placed))
+        kept.append(len(list(cache.glob("jit_program*-cache"))))
+    assert kept == [0, 1]

@@ -25,6 +25,7 @@ from rwkv_jax._training import (
     processes,
     report,
     sizes,
+    steps,
     tasks,
     xla_flags,
 )
@@ -48,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     compilation.draw_by_kernel()
     start.part("import")
     processes.connect(args.coordinator, args.processes, args.process)
+    # GPUs need a while to start, in which the data are read.
+    steps.in_thread(jax.devices)
     shown = sys.stdout if jax.process_index() == 0 else None
     reserved = contextlib.nullcontext(0) if args.dry_run else outputs.reserved(args)
     with contextlib.redirect_stdout(shown), reserved as saved, processes.watched(args.out):

@@ -18,6 +18,7 @@ from rwkv_jax._training.accumulation import accumulated
 from rwkv_jax._training.by_block import joined, parts
 from rwkv_jax._training.clipping import global_norm, scaled
 from rwkv_jax._training.clocks import Start
+from rwkv_jax._training.compilation import compiled
 from rwkv_jax._training.data import Batch
 from rwkv_jax._training.devices import place
 from rwkv_jax._training.language_model import Model, mean_loss
@@ -210,7 +211,8 @@ class Step(NamedTuple):
         return Step(self.gradients.lower(), [x.lower() for x in self.updates])
 
     def compile(self) -> "Step":
-        return Step(self.gradients.compile(), [x.compile() for x in self.updates])
+        updates = in_thread(lambda: [x.compile() for x in self.updates])
+        return Step(compiled(self.gradients), updates.result())
 
 
 def _parts(state: State, gradients: Parts) -> list[Any]:
@@ -314,7 +316,14 @@ def evaluation(model: Model, held_out: Batch, rows: int) -> Callable[[Parts], fl
     def losses(parts: Parts, batches: Batch) -> jax.Array:
         return jax.lax.map(functools.partial(mean_loss, model, parts), batches)
 
-    return lambda parts: float(np.average(losses(parts, placed), weights=weights))
+    program: Any = None
+
+    def evaluate(parts: Parts) -> float:
+        nonlocal program
+        program = program or compiled(losses.lower(parts, placed))
+        return float(np.average(program(parts, placed), weights=weights))
+
+    return evaluate
 
 
 def on_mesh(batch: Batch, mesh: Mesh, *before: None) -> Batch:

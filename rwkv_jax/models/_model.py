@@ -396,6 +396,11 @@ def _mixings(
 ) -> tuple[Array, Any, BlockState]:
     """`_block` after the normalisation of the embedding."""
     x, dx, att, of_first = generation.mix_tokens(p.att, p.ln1, x, s.att, of_first, options)
-    ids, layers = options.segment_ids, options.kernels.layers
-    x, dx, ffn = generation.mix_channels(p.ffn, p.ln2, add(x, dx), s.ffn, ids, layers)
-    return add(x, dx), of_first, BlockState(att, ffn)
+    (ids, kernels), after = options, functools.partial(_after, options.kernels.total)
+    x, dx, ffn = generation.mix_channels(p.ffn, p.ln2, after(x, dx), s.ffn, ids, kernels.layers)
+    return after(x, dx), of_first, BlockState(att, ffn)
+
+
+def _after(total: Callable[[Array], Array] | None, x: Array, dx: Array) -> Array:
+    """The activations after a mixing of `x` that has given `dx`, perhaps on one of many devices."""
+    return add(x, dx if total is None else _recomputation.product(total(dx)))

@@ -224,7 +224,7 @@ def mix_tokens(
     norm: Norm | None,
     x: Float[Array, "B *T C"],
     state: TimeMixState | None,
-    v_first: Float[Array, "B *T C"] | None,
+    v_first: Float[Array, "B *T inner"] | None,
     options: Options,
 ) -> tuple[Array, Array, TimeMixState, Array]:
     """The time mixing, as `Generation` describes it."""
@@ -249,6 +249,8 @@ def mix_tokens(
     r, k, v, w, rate, gate, *shares = map(_tokens_of_heads(params), (*of_inputs, *of_maps))
 
     heads = _parameters_of_heads(params)
+    # One of many devices may have fewer channels here than x.
+    inner = (*x.shape[:-1], params.r_k.size)
     if params.v0 is None or not shares:
         v_first, v_again = v, v
     elif v_first is None:
@@ -281,8 +283,8 @@ def mix_tokens(
         y = projected_read_out(*of_heads, p.output.weight, implementation=layers)
         y = _recomputation.product(y)
     else:
-        y = linear(p.output, read_out(*of_heads, implementation=layers).reshape(x.shape))
-    return x, y, TimeMixState(shift, last), v_first.reshape(x.shape)
+        y = linear(p.output, read_out(*of_heads, implementation=layers).reshape(inner))
+    return x, y, TimeMixState(shift, last), v_first.reshape(inner)
 
 
 def _tokens_of_heads(params: TimeMixParams) -> Callable[[Array], Array]:
