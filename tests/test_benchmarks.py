@@ -326,7 +326,7 @@ def test_compared_steps_are_those_of_train(monkeypatch: pytest.MonkeyPatch, chec
     rate = f"--learning-rate={args.learning_rate}"
     optimizer = train.loop.make_optimizer(train.options.parse(["--steps=4", "--warmup=2", rate]))
     shapes = steps.state_shapes(model, optimizer)
-    state = steps.initial_state(model, optimizer, shapes, seed=0, parts=train.Parts(params))
+    state = steps.initial_state(model, optimizer, shapes, seed=0, initial=train.Parts(params))
     step, found = steps.train_step(model, optimizer, shapes, 0.0), []
     for x in compare.batches(args):
         state, measures = step(state, train.data.windows(x))

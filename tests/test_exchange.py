@@ -131,7 +131,7 @@ def test_loss_of_heads_on_several_devices(train: ModuleType, vocabulary: int) ->
     for mesh in ("data=1", "data=2,model=2"):
         args = train.options.parse([*sizes, "--batch=4", "--context=12", f"--mesh={mesh}"])
         model, _ = train.prepare(args)
-        optimizer = train.loop.make_optimizer(args, model.mesh.size)
+        optimizer = train.loop.make_optimizer(args)
         shapes = steps.state_shapes(model, optimizer)
         params = steps.initial_state(model, optimizer, shapes, seed=0).params
         # Many initial parameters are zero.

@@ -136,7 +136,7 @@ def test_what_is_frozen_stays(train: ModuleType, base: Path, folder: Path, base_
     optimizer = train.loop.make_optimizer(args)
     shapes = steps.state_shapes(model, optimizer)
     expected = jax.tree.map(np.array, parts.params)
-    state = steps.initial_state(model, optimizer, shapes, seed=0, parts=parts)
+    state = steps.initial_state(model, optimizer, shapes, seed=0, initial=parts)
     step = steps.train_step(model, optimizer, shapes, 0.0)
     rows = np.arange(2 * 17, dtype=np.int32).reshape(2, 17)
     for _ in range(2):

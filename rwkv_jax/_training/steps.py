@@ -110,42 +110,24 @@ def initial_state(
     shapes: State,
     *,
     seed: int,
-    parts: Parts | None = None,
+    initial: Parts | None = None,
 ) -> State:
-    """The state before the first step, with `parts`, or with initial parameters from the seed,
-    where `shapes` say. It may have the arrays of `parts`, which the first step then deletes."""
-    if parts is None:
-        return new_state(model, optimizer, shapes, seed).result()
-    params, frozen = model.split(parts)
-    placed = _placed(params, shapes.params)
-    return _begun(model, optimizer, shapes, placed, _placed(frozen, shapes.frozen))
-
-
-def new_state(
-    model: Model, optimizer: optax.GradientTransformation, shapes: State, seed: int
-) -> Future[State]:
-    """The state before the first step of a new model, which a thread computes."""
+    """The state before the first step, with the parts `initial`, or with new parameters from the
+    seed, where `shapes` say. It may have the arrays of `initial`, which the first step deletes."""
 
     def new(seed: jax.Array) -> Parts:
         # The key that Flax NNX makes of a seed.
         key = jax.random.fold_in(jax.random.key(seed), 0)
         return Parts(rwkv7.init(key, model.config))
 
-    lowered = jax.jit(new, out_shardings=_places(shapes.params)).lower(np.uint32(seed))
-
-    def compute() -> State:
-        params = lowered.compile()(np.uint32(seed))
-        return jax.block_until_ready(_begun(model, optimizer, shapes, params, shapes.frozen))
-
-    return in_thread(compute)
-
-
-def _begun(
-    model: Model, optimizer: optax.GradientTransformation, shapes: State, params: Parts, frozen: Any
-) -> State:
     def begin(params: Parts) -> Any:
         return optimizer.init(params), _copies(model, params)
 
+    if initial is None:
+        params = jax.jit(new, out_shardings=_places(shapes.params))(np.uint32(seed))
+        frozen = shapes.frozen
+    else:
+        params, frozen = map(_placed, model.split(initial), (shapes.params, shapes.frozen))
     found = [
         jax.jit(begin, out_shardings=_places((moments, copied)))(part)
         for (part, copied), moments in zip(
