@@ -30,15 +30,7 @@ from jax.sharding import PartitionSpec as P
 import rwkv_jax
 from rwkv_jax import models as all_models
 from rwkv_jax.models import rwkv7
-from support import (
-    harness,
-    internals,
-    language_models,
-    layer_functions,
-    meshes,
-    models,
-    tolerance,
-)
+from support import harness, internals, language_models, layer_functions, meshes, models, tolerance
 from support.cases import CU_SEQLENS, Arrays, Case
 from support.emulation import DEVICES, Call, Device, Emulation, needs_emulation
 from support.layer_functions import ELEMENTWISE, LAYER_FUNCTIONS
@@ -1294,9 +1286,7 @@ WRONG: dict[str, list[tuple[dict[Any, Any], str]]] = {
         *KEYED,
         ({16: 15}, "T = 15 on a device with 101376 bytes of shared memory for a block"),
     ],
-    "cross_entropy": [
-        ({16: 15}, "logits has V = 15; expected a multiple of 8"),
-    ],
+    "cross_entropy": [({16: 15}, "logits has V = 15; expected a multiple of 8")],
     "low_rank_maps": [
         ({}, "compute capability 9.0 alone"),
         ({"rows 0": "float32"}, "first 0 is BF16 where rows 0 is F32"),

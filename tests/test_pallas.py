@@ -17,13 +17,7 @@ from jax.sharding import PartitionSpec as P
 import rwkv_jax
 from support import hlo, internals, meshes
 from support.cases import Case
-from support.harness import (
-    assert_right,
-    check,
-    expected,
-    operands,
-    value_and_gradients,
-)
+from support.harness import assert_right, check, expected, operands, value_and_gradients
 from support.operators import OPERATORS, Run
 
 pytestmark = pytest.mark.quick("platform")
@@ -212,8 +206,7 @@ def _traced(
     op: str, platform: str, case: Case, implementation: str | None = "pallas", **packing: Any
 ) -> Any:
     arrays = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
-        (*operands(op, case, **packing), packing),
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (*operands(op, case, **packing), packing)
     )
     *inputs, packing = arrays
     options = {"decay": OPERATORS[op].suited(case).decay}
@@ -385,11 +378,7 @@ PALLAS = "jax.experimental.pallas"
 
 @pytest.mark.parametrize(
     ("missing", "cannot", "can"),
-    [
-        (f"{PALLAS}.triton", "cuda", "tpu"),
-        (f"{PALLAS}.tpu", "tpu", "cuda"),
-        (PALLAS, "cuda", None),
-    ],
+    [(f"{PALLAS}.triton", "cuda", "tpu"), (f"{PALLAS}.tpu", "tpu", "cuda"), (PALLAS, "cuda", None)],
 )
 def test_a_jax_without(
     missing: str, cannot: str, can: str | None, monkeypatch: pytest.MonkeyPatch
