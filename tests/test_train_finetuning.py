@@ -85,9 +85,8 @@ def log(out: Path) -> dict[str, Any]:
 
 
 LEARNED = {
-    "lora": ["--train=lora", "--lora-rank=8", "--learning-rate=0.02"],
-    "states": ["--train=states", "--states-learning-rate=0.1"],
-    "both, int8": ["--train=lora,states", "--base=int8", "--learning-rate=0.02"],
+    "both": ["--train=lora,states", "--learning-rate=0.02", "--states-learning-rate=0.1"],
+    "lora, int8": ["--train=lora", "--lora-rank=8", "--base=int8", "--learning-rate=0.02"],
     "pattern": ["--train=blocks.0.ffn.*", "--learning-rate=0.02"],
 }
 

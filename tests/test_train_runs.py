@@ -383,25 +383,23 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     assert checkpoints.newest(tmp_path) == 4
 
 
+COUNTS = re.compile(r"(\d+) programs came from the cache, and (\d+) are new in it")
+
+
 @pytest.mark.slow
 def test_compiled_programs_are_kept(options: list[str], tmp_path: Path) -> None:
     """A second process compiles nothing before its second step, where each device has rows of its
     own."""
     script, cache = Path(scripts.SCRIPTS) / "train.py", tmp_path / "cache"
     options = [*options, f"--mesh=data={min(2, jax.device_count())}"]
+    env = os.environ | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "PYTHONUNBUFFERED": "1"}
     found = []
     for name in ("first", "second"):
-        run = subprocess.run(
-            [sys.executable, script, *options, f"--cache={cache}", f"--out={tmp_path / name}"],
-            env=os.environ | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"},
-            capture_output=True,
-            text=True,
-        )
-        assert run.returncode == 0, run.stderr
-        counts = re.search(
-            r"(\d+) programs came from the cache, and (\d+) are new in it", run.stdout
-        )
-        assert counts, run.stdout
+        command = [sys.executable, script, *options, f"--cache={cache}", f"--out={tmp_path / name}"]
+        with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as run:
+            assert run.stdout
+            counts = next(filter(None, map(COUNTS.search, run.stdout)))
+            run.kill()  # before it decodes and draws
         found.append([int(count) for count in counts.groups()])
     (cached, compiled), again = found
     assert compiled > cached == 0

@@ -25,11 +25,13 @@ def default_cache() -> str | None:
 
 
 def use_cache(folder: str | None) -> None:
-    """Keep the programs that take a tenth of a second or more to compile in the folder, and read
-    them from it; or keep none. Of several processes the first one writes the folder."""
+    """Keep the programs that take a tenth of a second or more to compile, or as long as JAX's own
+    variable says, in the folder, and read them from it; or keep none. Of several processes the
+    first one writes the folder."""
     if folder:
         jax.config.update("jax_compilation_cache_dir", folder)
-        jax.config.update(_SECONDS, 0.1)
+        if _SECONDS.upper() not in os.environ:
+            jax.config.update(_SECONDS, 0.1)
     else:
         jax.config.update("jax_enable_compilation_cache", False)
 
