@@ -55,7 +55,7 @@ def state_of(model: Model, params: Parts, optimizer: optax.OptState, frozen: Par
     """The state with copies of the parameters that are trained."""
     made = None
     if model.module is rwkv7 and (model.mesh.size == 1 or model.exchanges):
-        made = copies.rounded(params.params, model.dtype)
+        made = copies.rounded(params, model.dtype)
     return State(params, optimizer, made, frozen)
 
 
@@ -78,7 +78,7 @@ def state_shapes(model: Model, optimizer: optax.GradientTransformation) -> State
         )
 
     # Moments and copies are where their parameters are.
-    of_copies = copies.places(shapes.copies, model.shardings(shapes.params).params)
+    of_copies = copies.places(shapes.copies, model.shardings(shapes.params))
     return jax.tree.map(
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
         shapes,
