@@ -21,7 +21,7 @@ from rwkv_jax.models._checkpoints import files
 from support import checkpoints, hlo
 from support.commands import Command
 from support.models import config_of, parameters, random_like, shapes_of
-from support.tolerance import rms_error
+from support.tolerance import assert_trees_close, rms_error
 
 TOKENS = jnp.asarray([[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12]])
 
@@ -99,6 +99,35 @@ def test_gradients(base: str) -> None:
         whole = 8 / 4 * of_merged[f"{name}.weight"]
         assert rms_error(found.lora_A, second.T @ whole) < 1e-5
         assert rms_error(found.lora_B, whole @ first.T) < 1e-5
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_gradients_over_devices(check_vma: bool) -> None:
+    """Of an adapter that all devices have whole, each with a row of its own; with dropout and a
+    base of int8, which have no gradients."""
+    params, key = models.quantize(parameters(rwkv7)), jax.random.key(1)
+
+    def loss(adapter: finetuning.Adapter, params: Any, tokens: Any, key: Any) -> jax.Array:
+        own = finetuning.adapted(params, adapter, key=key)
+        return jnp.sum(jnp.sin(rwkv7.hidden_states(own, tokens)[0]))
+
+    def by_row(*operands: Any) -> jax.Array:
+        adapter, params, tokens, key = operands
+        return sum((loss(adapter, params, row[None], key) for row in tokens), jnp.float32(0))
+
+    def over_devices(*operands: Any) -> jax.Array:
+        return jax.lax.psum(loss(*operands), "data")
+
+    distributed = jax.shard_map(
+        over_devices,
+        mesh=jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,)),
+        in_specs=(P(), P(), P("data"), P()),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+    operands = adapter_of(params, dropout=0.25), params, TOKENS, key
+    found, expected = (jax.jit(jax.grad(f))(*operands) for f in (distributed, by_row))
+    assert_trees_close(found, expected, 1e-5)
 
 
 def test_targets_and_scales() -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import rwkv_jax
-from rwkv_jax import finetuning, models
+from rwkv_jax import finetuning, layers, models
 from rwkv_jax.models import Kernels, _linear, rwkv6, rwkv7
 from support import hlo, internals, layer_functions
 from support.layer_functions import (
@@ -209,9 +209,9 @@ def _operator(*operands: Any, **options: Any) -> Any:
     return rwkv_jax.wkv7(*operands, **options)
 
 
-def _in_two(params: Any, of_heads: Sequence[jax.Array], layers: str | None) -> jax.Array:
+def _in_two(params: Any, of_heads: Sequence[jax.Array], choice: str | None) -> jax.Array:
     """`read_out` and the product, for the model."""
-    out = rwkv_jax.layers.read_out(*of_heads, implementation=layers)
+    out = layers.read_out(*of_heads, implementation=choice)
     return _linear.linear(params, out.reshape(*out.shape[:2], -1))
 
 
