@@ -262,7 +262,9 @@ def test_backward_pass_keeps_weights_as_they_are_stored() -> None:
 @pytest.mark.parametrize("base", ["bfloat16", "int8"])
 def test_products(base: str) -> None:
     """Products of tokens are of bfloat16. No two of them sum over the same axes of one operand: on
-    a GPU XLA would join the others, one of which is a matrix of the model, in a copy."""
+    a GPU XLA would join the others, one of which is a matrix of the model, in a copy. The backward
+    pass computes no gradient of tokens before that of the matrix that gave them, but for A of the
+    output matrices, whose input it makes again."""
     params = random_like(shapes_of(rwkv7, config_of(rwkv7)))
     adapter = finetuning.init_adapter(jax.random.key(0), params, rank=2)
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
@@ -283,6 +285,13 @@ def test_products(base: str) -> None:
     assert {str(v.aval.dtype) for v, _ in operands} == {"bfloat16"}
     of_tokens = [x for x in operands if x[0].aval.shape[:2] == TOKENS.shape]
     assert len(of_tokens) == len({*of_tokens}) > 6 * len(adapter.matrices)
+    together = [
+        x
+        for x in equations.values()
+        if x.primitive.name == "optimization_barrier"
+        and sorted(v.aval.ndim for v in x.outvars) == [2, 3]
+    ]
+    assert len(together) == 2 * (2 * len(adapter.matrices) - len(params.blocks))
 
 
 def test_partition() -> None:

@@ -84,6 +84,11 @@ def _product(x: Array, matrix: Array, scale: Array | None, dtype: Any, **options
 
 def linear(params: AnyWeight, x: Float[Array, "*shape inputs"]) -> Float[Array, "*shape outputs"]:
     """The linear map in the dtype of `x`, with any weight."""
+    if isinstance(params, Adapted):
+        # Makes one step of the backward pass of both gradients. Otherwise the compiler may compute
+        # the matrices' long after the tokens', and keep what it needs of many blocks until then.
+        x, first = lax.optimization_barrier((x, params.lora_A))
+        params = params._replace(lora_A=first)
     return _with_low_rank(params, _of_inputs(params, x))
 
 
@@ -104,7 +109,9 @@ def _with_low_rank(params: AnyWeight, products: tuple[Array, ...]) -> Array:
     """The linear map from what `_of_inputs` gives."""
     y, *hidden = products
     if isinstance(params, Adapted):
-        (low,) = _of_inputs(Weight(params.lora_B), _recomputation.product(hidden[0]))
+        both = _recomputation.product(hidden[0]), params.lora_B
+        hidden, second = lax.optimization_barrier(both)
+        (low,) = _of_inputs(Weight(second), hidden)
         y += lax.optimization_barrier(low)
     return _recomputation.product(y)
 
