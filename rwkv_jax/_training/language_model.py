@@ -126,10 +126,11 @@ def mean_loss(
     There is dropout in `training` alone."""
     mesh = model.mesh
     if model.exchanges:
-        copies = rounded(parts.params, model.dtype) if copies is None else copies
+        copies = rounded(parts, model.dtype) if copies is None else copies
         loss = _by_compiler if mesh.shape["seq"] > 1 else _of_rows
-        return loss(model, in_place(parts.params, copies), batch, l2_wrap)
-    base = parts.params if copies is None else in_place(parts.params, copies)
+        return loss(model, in_place(parts, copies).params, batch, l2_wrap)
+    parts = parts if copies is None else in_place(parts, copies)
+    base = parts.params
     if mesh.size > 1:
         batch = jax.lax.with_sharding_constraint(batch, NamedSharding(mesh, P(*exchange.OVER)))
         # Each parameter is gathered to compute with it, and its gradient is scattered.

@@ -57,7 +57,7 @@ class Measures(NamedTuple):
 
 def _copies(model: Model, params: Parts) -> Any:
     if model.module is rwkv7 and (model.mesh.size == 1 or model.exchanges):
-        return copies.rounded(params.params, model.dtype)
+        return copies.rounded(params, model.dtype)
     return None
 
 
@@ -81,7 +81,7 @@ def state_shapes(model: Model, optimizer: optax.GradientTransformation) -> State
 
     params, moments, copied, frozen = shapes
     # Moments and copies are where their parameters are.
-    of_copies = copies.places(copied, model.shardings(params).params)
+    of_copies = copies.places(copied, model.shardings(params))
     params, moments, copied, frozen = jax.tree.map(
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
         shapes,

@@ -47,7 +47,6 @@ from rwkv_jax import _typing
 from rwkv_jax.layers import (
     LowRankMap,
     keyed_wkv7,
-    projected_read_out,
     read_out,
     value_residual,
     wkv7_keys,
@@ -64,7 +63,13 @@ from rwkv_jax.models._initialisation import (
     token_shift_mix,
 )
 from rwkv_jax.models._kernels import Options, run
-from rwkv_jax.models._linear import Weight, WeightByInput, is_plain, linear, low_rank_maps
+from rwkv_jax.models._linear import (
+    Weight,
+    WeightByInput,
+    linear,
+    low_rank_maps,
+    projected_read_out,
+)
 from rwkv_jax.models._model import Generation
 from rwkv_jax.models._normalisation import Norm
 from rwkv_jax.models._public import *  # noqa: F403
@@ -279,11 +284,10 @@ def mix_tokens(
         *(y[:, None] if single else y, bonus, v_again, gate),
         *(heads(params.ln_x.weight), heads(params.ln_x.bias)),
     )
-    if not single and is_plain(p.output):
-        y = projected_read_out(*of_heads, p.output.weight, implementation=layers)
-        y = _recomputation.product(y)
-    else:
+    if single:
         y = linear(p.output, read_out(*of_heads, implementation=layers).reshape(inner))
+    else:
+        y = projected_read_out(p.output, of_heads, layers)
     return x, y, TimeMixState(shift, last), v_first.reshape(inner)
 
 
