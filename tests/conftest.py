@@ -27,7 +27,8 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
 
 # Before rwkv_jax is imported: its annotations are checked at run time, in tests only.
-jaxtyping.install_import_hook("rwkv_jax", "beartype.beartype")
+importlib.import_module("support.annotations")
+jaxtyping.install_import_hook("rwkv_jax", "support.annotations.checked")
 
 rwkv_jax = importlib.import_module("rwkv_jax")
 

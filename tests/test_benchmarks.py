@@ -324,10 +324,11 @@ def test_compared_steps_are_those_of_train(monkeypatch: pytest.MonkeyPatch, chec
     mesh = train.devices.make_mesh(None, config, batch=args.batch, context=args.context)
     model = train.language_model.make_model(config, mesh, dtype="float32", implementation=None)
     rate = f"--learning-rate={args.learning_rate}"
-    optimizer = train.loop.make_optimizer(train.options.parse(["--steps=4", "--warmup=2", rate]))
+    given = train.options.parse(["--steps=4", "--warmup=2", rate])
+    optimizer = train.loop.make_optimizer(given)
     shapes = steps.state_shapes(model, optimizer)
-    state = steps.initial_state(model, optimizer, shapes, seed=0, parts=train.Parts(params))
-    step, found = steps.train_step(model, optimizer, shapes, 0.0), []
+    state = steps.initial_state(model, optimizer, shapes, seed=0, initial=train.Parts(params))
+    step, found = steps.train_step(model, optimizer, shapes, 0.0, clip=given.clip), []
     for x in compare.batches(args):
         state, measures = step(state, train.data.windows(x))
         found.append(float(measures.loss))

@@ -196,6 +196,11 @@ def test_wrong_kernels(name: str) -> None:
         dataclasses.replace(Kernels(), **{name: "fast"})
 
 
+def test_fused_blocks_have_no_total() -> None:
+    with pytest.raises(ValueError, match="Kernels: total is a function; accepted with fused"):
+        Kernels(blocks="fused", total=jnp.negative)
+
+
 def test_generation_reads_prompts_by_separate_blocks(params: rwkv7.Params) -> None:
     """Unless they are read by one token at a time. The blocks of new tokens are refused here."""
     stream = TokenStream(rwkv7, params, [[1, 2]], 1, prefill_chunks=[2], kernels="fused")

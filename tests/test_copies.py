@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rwkv_jax import finetuning
 from rwkv_jax._training import copies
+from rwkv_jax._training.parts import Parts
 from rwkv_jax.models import Kernels, rwkv7
 from support.models import random_like, shapes_of
 
@@ -32,6 +34,18 @@ def test_matrices_of_blocks_are_copied() -> None:
     for name, x in used.items():
         y = made[name] + 1 if name in made else before[name]
         np.testing.assert_array_equal(x, y, strict=True)
+
+
+def test_matrices_of_adapters_are_copied() -> None:
+    """Beside a frozen model, of which there are no copies, and states, which are no matrices."""
+    params = shapes_of(rwkv7, CONFIG)
+    adapter = jax.eval_shape(lambda: finetuning.init_adapter(jax.random.key(0), params, rank=2))
+    parts = Parts(None, adapter, {"blocks.0.att.time_state": jnp.zeros((2, 32, 32))})
+    made = jax.eval_shape(lambda: copies.rounded(random_like(parts), "bfloat16"))
+    assert made.states == {"blocks.0.att.time_state": None}
+    assert jax.tree.map(lambda x: (x.shape, str(x.dtype)), made.adapter) == jax.tree.map(
+        lambda x: (x.shape, "bfloat16"), adapter
+    )
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """RWKV-7a: the DeepEmbed of the channel mixing against the published formula in numpy, in files,
 and wherever parameters go."""
 
+import dataclasses
 import functools
 import json
 import math
@@ -131,8 +132,9 @@ def test_what_is_refused(tmp_path: Path, params: rwkv7.Params) -> None:
     state = rwkv7.initial_state(params, 2)
     with pytest.raises(NotImplementedError, match="RWKV-7a; the kernels have no DeepEmbed"):
         rwkv7.apply(params, TOKENS[:, 0], state, kernels="fused")
-    for kernels in (Kernels(gather=lambda *x: x), Kernels(embed=lambda *x: x[0])):
-        with pytest.raises(ValueError, match="kernels has gather or embed, and params has tables"):
+    for name in ("gather", "embed", "total"):
+        kernels = dataclasses.replace(KERNELS, **{name: lambda *x: x[0]})
+        with pytest.raises(ValueError, match="kernels has gather, embed or total, and params has"):
             rwkv7.apply(params, TOKENS, kernels=kernels)
     for names in ("fla", "hf"):
         with pytest.raises(ValueError, match=f"names is {names}; .* RWKV-7 with DeepEmbed is off"):

@@ -2,11 +2,12 @@
 how often."""
 
 import collections
+import functools
 import importlib
 import math
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,51 +39,116 @@ def lowered(train: ModuleType, mesh: str, *more: str) -> tuple[Any, Any]:
     return step.gradients, model
 
 
-def matrices(model: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Of each distributed parameter of the blocks, the shape that a device computes with, and that
-    of its shard."""
+class Parameter(NamedTuple):
+    """The shapes of what a device computes with and of its shard, whether that is distributed along
+    the axes of `exchange.OVER`, and whether it is along "model"."""
+
+    whole: tuple[int, ...]
+    shard: tuple[int, ...]
+    is_gathered: bool
+    is_split: bool
+
+
+def parameters(model: Any, tree: Any) -> list[Parameter]:
+    """All those of a part of the parameters, which the functions `tree` takes from them."""
     params = model.shapes.params
-    places = jax.tree.leaves(model.shardings(model.shapes).params.blocks)
-    whole = jax.tree.leaves(rwkv7.shardings(params, model.mesh, model="model").blocks)
-    shapes = [x.shape for x in jax.tree.leaves(params.blocks)]
+    places = jax.tree.leaves(tree(model.shardings(model.shapes).params))
+    wholes = jax.tree.leaves(tree(rwkv7.shardings(params, model.mesh, model=model.inner)))
     return [
-        (whole.shard_shape(shape), place.shard_shape(shape))
-        for shape, place, whole in zip(shapes, places, whole, strict=True)
-        if exchange.axis_over(place) is not None
+        Parameter(
+            whole.shard_shape(x.shape),
+            place.shard_shape(x.shape),
+            exchange.axis_over(place) is not None,
+            "model" in place.spec,
+        )
+        for x, place, whole in zip(jax.tree.leaves(tree(params)), places, wholes, strict=True)
     ]
 
 
+def matrices(model: Any) -> list[Parameter]:
+    """The distributed parameters of the blocks."""
+    return [x for x in parameters(model, lambda params: params.blocks) if x.is_gathered]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", [None, "blocks"])
-def test_rows_on_four_devices(train: ModuleType, tmp_path: Path, recompute: str | None) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "recompute"),
+    [("data=4", None), ("data=4", "blocks"), ("data=2,model=2", None), ("data=2,model=2", "cheap")],
+)
+def test_whole_rows(train: ModuleType, tmp_path: Path, mesh: str, recompute: str | None) -> None:
     """Matrices are gathered once, or once again where blocks are computed again, in bfloat16, and
-    each gradient is scattered. Of the embedding only rows travel."""
+    each gradient is scattered. Of the embedding only rows travel, if they are fewer than those of a
+    device. Along "model" the activations are summed twice in each block, in bfloat16, and so are
+    their cotangents."""
     more = [f"--recompute={recompute}"] if recompute else []
-    step, model = lowered(train, "data=4", *more)
+    step, model = lowered(train, mesh, *more)
     found = hlo.collective_results(hlo.partitioned(step, tmp_path))
     expected: Any = collections.Counter()
-    of_blocks = matrices(model)
+    of_blocks, sizes = matrices(model), model.mesh.shape
     assert len(of_blocks) == 2 * 12 + 2
-    for whole, part in of_blocks:
-        expected["all-gather", "bf16", whole] += 2 if recompute else 1
-        expected["reduce-scatter", "bf16", part] += 1
-    head, rows = (VOCABULARY, WIDTH), (BATCH // 4, CONTEXT)
+    for x in of_blocks:
+        expected["all-gather", "bf16", x.whole] += 2 if recompute else 1
+        expected["reduce-scatter", "bf16", x.shard] += 1
+    head, rows = (VOCABULARY // sizes["model"], WIDTH), (BATCH // sizes["data"], CONTEXT)
+    shard = head[0], WIDTH // sizes["data"]
     expected["all-gather", "bf16", head] += 1
-    expected["reduce-scatter", "f32", (VOCABULARY, WIDTH // 4)] += 1
-    expected["all-gather", "s32", (4, *rows)] += 1
-    expected["all-to-all", "bf16", (4, *rows, WIDTH // 4)] += 1
-    expected["all-to-all", "bf16", (1, *rows, WIDTH)] += 1
+    expected["reduce-scatter", "f32", shard] += 1
+    if model.inner is None:
+        expected["all-gather", "s32", (4, *rows)] += 1
+        expected["all-to-all", "bf16", (4, *rows, WIDTH // 4)] += 1
+        expected["all-to-all", "bf16", (1, *rows, WIDTH)] += 1
+    else:
+        expected["all-gather", "f32", head] += 1
+        expected["reduce-scatter", "f32", shard] += 1
+        layers = len(model.shapes.params.blocks)
+        # Those of the embedding as well.
+        expected["all-reduce", "bf16", (*rows, WIDTH)] = 4 * layers + 2
+        for x in of_blocks:
+            expected["all-reduce", "bf16", x.shard] += not x.is_split
+        # The loss of each token.
+        tokens = (math.prod(rows),)
+        expected |= {("all-reduce", "f32", tokens): 3, ("all-reduce", "s32", tokens): 2}
     others = found - expected
     assert found - others == expected
     assert {kind for kind, *_ in others} == {"all-reduce"}
     # Vectors, each once, and numbers of which the norm of all gradients is made.
-    vectors = [x for x in jax.tree.leaves(model.shapes) if x.ndim == 1 or x.shape[1] == 16]
+    vectors = [x.shard for x in parameters(model, lambda params: params) if not x.is_gathered]
     size = sum(n * math.prod(shape) for (*_, shape), n in others.items() if shape)
-    assert size == sum(math.prod(x.shape) for x in vectors)
+    assert size == sum(math.prod(shape) for shape in vectors)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["data=2,model=2", "data=2,seq=2"])
+@pytest.mark.parametrize("vocabulary", [512, 257])
+def test_loss_of_heads_on_several_devices(train: ModuleType, vocabulary: int) -> None:
+    """It and its gradients are those of one device, also with documents and masks, and where the
+    vocabulary does not divide evenly."""
+    rng = np.random.default_rng(0)
+    tokens, targets = rng.integers(0, vocabulary, (2, 4, 12), np.int32)
+    ids = np.sort(rng.integers(0, 4, (4, 12), np.int32))[:, ::-1]
+    batch = train.data.Batch(tokens, targets, segment_ids=ids, mask=rng.random((4, 12)) < 0.7)
+    sizes = ["--layers=2", "--width=32", "--head-size=16", f"--vocabulary={vocabulary}"]
+    steps, found = importlib.import_module("rwkv_jax._training.steps"), []
+    for mesh in ("data=1", "data=2,model=2"):
+        args = train.options.parse([*sizes, "--batch=4", "--context=12", f"--mesh={mesh}"])
+        model, _ = train.prepare(args)
+        optimizer = train.loop.make_optimizer(args)
+        shapes = steps.state_shapes(model, optimizer)
+        params = steps.initial_state(model, optimizer, shapes, seed=0).params
+        # Many initial parameters are zero.
+        noise = np.random.default_rng(1)
+        arrays = [noise.normal(0, 0.1, x.shape).astype(np.float32) for x in jax.tree.leaves(params)]
+        places = [x.sharding for x in jax.tree.leaves(params)]
+        noisy = map(jnp.add, jax.tree.leaves(params), map(train.devices.place, arrays, places))
+        params = jax.tree.unflatten(jax.tree.structure(params), noisy)
+        loss = functools.partial(steps.mean_loss, model)
+        placed = steps.on_mesh(batch, model.mesh)
+        found.append(jax.tree.leaves(jax.jit(jax.value_and_grad(loss))(params, placed)))
+    for x, y in zip(*found, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4 * np.abs(x).max())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["seq=2,model=2", "data=2,seq=2"])
 def test_blocks_that_the_compiler_partitions(train: ModuleType, tmp_path: Path, mesh: str) -> None:
     """Matrices are gathered once in bfloat16, and gradients summed in bfloat16, along one axis of
     the mesh after the other. On GPUs XLA makes one collective of these sums and of the part that a
@@ -90,12 +156,12 @@ def test_blocks_that_the_compiler_partitions(train: ModuleType, tmp_path: Path, 
     step, model = lowered(train, mesh)
     text = hlo.partitioned(step, tmp_path)
     found = hlo.collective_results(text)
-    of_blocks = collections.Counter(whole for whole, _ in matrices(model))
+    of_blocks = collections.Counter(x.whole for x in matrices(model))
     gathered = {shape: found["all-gather", "bf16", shape] for shape in of_blocks}
     head = (VOCABULARY // model.mesh.shape["model"], WIDTH)
     assert gathered == of_blocks
     # Only tokens of a sequence go from one device to the next.
-    assert ("seq" in mesh) == any(kind == "collective-permute" for kind, *_ in found)
+    assert any(kind == "collective-permute" for kind, *_ in found)
     assert found["all-gather", "bf16", head] == 1
 
     def size(kind: str, dtype: str, axes: int) -> int:

@@ -18,10 +18,10 @@ from jax.sharding import PartitionSpec as P
 from rwkv_jax import finetuning, models
 from rwkv_jax.models import rwkv4, rwkv5, rwkv6, rwkv7
 from rwkv_jax.models._checkpoints import files
-from support import checkpoints
+from support import checkpoints, hlo
 from support.commands import Command
 from support.models import config_of, parameters, random_like, shapes_of
-from support.tolerance import rms_error
+from support.tolerance import assert_trees_close, rms_error
 
 TOKENS = jnp.asarray([[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12]])
 
@@ -68,6 +68,66 @@ def test_applied_equals_merged(module: ModuleType) -> None:
             x = x + np.asarray(low.lora_B, np.float64) @ low.lora_A * 8 / 4
         np.testing.assert_allclose(after[name], x, rtol=1e-6, atol=1e-6)
     assert len(adapter.matrices) == 2 * len(finetuning.TARGETS)
+
+
+@pytest.mark.parametrize("base", ["float32", "int8"])
+def test_gradients(base: str) -> None:
+    """Those of A and B are what the chain rule makes of the gradients of merged matrices. With
+    dropout and a base of int8, whose matrices have none, they are those of plain JAX."""
+    params = parameters(rwkv7)
+    adapter = adapter_of(params, dropout=0.25)
+
+    def loss(tree: Any, **options: Any) -> jax.Array:
+        return jnp.sum(jnp.sin(rwkv7.hidden_states(tree, TOKENS, **options)[0]))
+
+    @functools.partial(jax.jit, static_argnames="layers")
+    def gradients(params: Any, key: Any = None, layers: str | None = None) -> Any:
+        def of(adapter: finetuning.Adapter) -> jax.Array:
+            own = finetuning.adapted(params, adapter, key=key)
+            return loss(own, kernels=models.Kernels(layers=layers))
+
+        return jax.grad(of)(adapter).matrices
+
+    if base == "int8":
+        params, key = models.quantize(params), jax.random.key(1)
+        found = gradients(params, key), gradients(params, key, layers="reference")
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4), *found)
+        return
+    of_merged = rwkv7.names(jax.jit(jax.grad(loss))(finetuning.merge(params, adapter)))
+    for name, found in gradients(params).items():
+        first, second = adapter.matrices[name]
+        whole = 8 / 4 * of_merged[f"{name}.weight"]
+        assert rms_error(found.lora_A, second.T @ whole) < 1e-5
+        assert rms_error(found.lora_B, whole @ first.T) < 1e-5
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_gradients_over_devices(check_vma: bool) -> None:
+    """Of an adapter that all devices have whole, each with a row of its own; with dropout and a
+    base of int8, which have no gradients."""
+    params, key = models.quantize(parameters(rwkv7)), jax.random.key(1)
+
+    def loss(adapter: finetuning.Adapter, params: Any, tokens: Any, key: Any) -> jax.Array:
+        own = finetuning.adapted(params, adapter, key=key)
+        return jnp.sum(jnp.sin(rwkv7.hidden_states(own, tokens)[0]))
+
+    def by_row(*operands: Any) -> jax.Array:
+        adapter, params, tokens, key = operands
+        return sum((loss(adapter, params, row[None], key) for row in tokens), jnp.float32(0))
+
+    def over_devices(*operands: Any) -> jax.Array:
+        return jax.lax.psum(loss(*operands), "data")
+
+    distributed = jax.shard_map(
+        over_devices,
+        mesh=jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,)),
+        in_specs=(P(), P(), P("data"), P()),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+    operands = adapter_of(params, dropout=0.25), params, TOKENS, key
+    found, expected = (jax.jit(jax.grad(f))(*operands) for f in (distributed, by_row))
+    assert_trees_close(found, expected, 1e-5)
 
 
 def test_targets_and_scales() -> None:
@@ -197,6 +257,41 @@ def test_backward_pass_keeps_weights_as_they_are_stored() -> None:
         matrices = {(48, 48), (192, 48), (48, 192)}
         found = {str(x.dtype) for x in kept if x.shape[-2:] in matrices}
         assert found == {"bfloat16" if tree.head.scale is None else "int8"}
+
+
+@pytest.mark.parametrize("base", ["bfloat16", "int8"])
+def test_products(base: str) -> None:
+    """Products of tokens are of bfloat16. No two of them sum over the same axes of one operand: on
+    a GPU XLA would join the others, one of which is a matrix of the model, in a copy. The backward
+    pass computes no gradient of tokens before that of the matrix that gave them, but for A of the
+    output matrices, whose input it makes again."""
+    params = random_like(shapes_of(rwkv7, config_of(rwkv7)))
+    adapter = finetuning.init_adapter(jax.random.key(0), params, rank=2)
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    params = models.quantize(params) if base == "int8" else params
+
+    def run(adapter: Any) -> jax.Array:
+        own = finetuning.adapted(params, adapter)
+        return rwkv7.hidden_states(own, TOKENS, dtype=jnp.bfloat16)[0].astype(jnp.float32).sum()
+
+    equations = {id(x): x for x in hlo.equations(jax.make_jaxpr(jax.grad(run))(adapter).jaxpr)}
+    operands = [
+        (v, axes)
+        for x in equations.values()
+        if x.primitive.name == "dot_general"
+        and TOKENS.shape in {v.aval.shape[:2] for v in x.invars}
+        for v, axes in zip(x.invars, x.params["dimension_numbers"][0], strict=True)
+    ]
+    assert {str(v.aval.dtype) for v, _ in operands} == {"bfloat16"}
+    of_tokens = [x for x in operands if x[0].aval.shape[:2] == TOKENS.shape]
+    assert len(of_tokens) == len({*of_tokens}) > 6 * len(adapter.matrices)
+    together = [
+        x
+        for x in equations.values()
+        if x.primitive.name == "optimization_barrier"
+        and sorted(v.aval.ndim for v in x.outvars) == [2, 3]
+    ]
+    assert len(together) == 2 * (2 * len(adapter.matrices) - len(params.blocks))
 
 
 def test_partition() -> None:

@@ -405,6 +405,20 @@ def test_parameters_and_embedding_by_functions() -> None:
         np.testing.assert_allclose(x, 2 * y, rtol=1e-3, atol=1e-4)
 
 
+def test_outputs_of_mixings_by_a_function(module: ModuleType) -> None:
+    """A function gives what blocks add. Here it is nothing, so that normalisations remain."""
+    params, tokens = parameters(module), jnp.arange(6).reshape(2, 3)
+    kernels = models.Kernels("xla", "xla", total=jnp.zeros_like)
+    found, _ = module.hidden_states(params, tokens, kernels=kernels)
+    expected = np.asarray(params.emb.weight, np.float64)[np.asarray(tokens)]
+    for norm in (params.blocks[0].ln0, params.ln_out):
+        assert norm is not None
+        expected -= expected.mean(-1, keepdims=True)
+        expected /= np.sqrt((expected**2).mean(-1, keepdims=True) + 1e-5)
+        expected = expected * np.asarray(norm.weight) + np.asarray(norm.bias)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.usefixtures("unchecked_types")
 def test_wrong_parameters_and_sizes(module: ModuleType) -> None:
     params, name, config = parameters(module), module.GENERATION.name, config_of(module)

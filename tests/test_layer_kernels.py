@@ -5,7 +5,7 @@ import collections
 import dataclasses
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import rwkv_jax
-from rwkv_jax import models
-from rwkv_jax.models import Kernels, rwkv6, rwkv7
+from rwkv_jax import finetuning, layers, models
+from rwkv_jax.models import Kernels, _linear, rwkv6, rwkv7
 from support import hlo, internals, layer_functions
 from support.layer_functions import (
     LAYER_FUNCTIONS,
@@ -115,8 +115,10 @@ def test_which_calls_have_kernels(
 
 REFUSED = [
     *(("feed_forward", x) for x in ({"dtype": "float32"}, {"C": 544}, {"C": 448}, {"F": 320})),
-    *(("low_rank", x) for x in ({"dtype": "float32"}, {"C": 192}, {"R": 20}, {"R": 264})),
-    *(("low_rank_maps", x) for x in ({"dtype": "float32"}, {"C": 52}, {"Q": 4})),
+    *(("low_rank", x) for x in ({"dtype": "float32"}, {"C": 192, "D": 192}, {"D": 256})),
+    *(("low_rank", x) for x in ({"R": 20}, {"R": 264})),
+    *(("low_rank_maps", x) for x in ({"dtype": "float32"}, {"C": 52, "D": 52}, {"D": 24})),
+    ("low_rank_maps", {"Q": 4}),
     *(("value_residual", x) for x in ({"B": 2**16, "T": 2**15}, {"T": 2**31})),
 ]
 
@@ -209,10 +211,10 @@ def _operator(*operands: Any, **options: Any) -> Any:
     return rwkv_jax.wkv7(*operands, **options)
 
 
-def _in_two(*of_heads: Any, implementation: str | None) -> jax.Array:
-    """`projected_read_out`, for the model."""
-    named = dict(zip(LAYER_FUNCTIONS["projected_read_out"].inputs, of_heads, strict=True))
-    return read_out_and_product(**named, implementation=implementation)["projected"]
+def _in_two(params: Any, of_heads: Sequence[jax.Array], choice: str | None) -> jax.Array:
+    """`read_out` and the product, for the model."""
+    out = layers.read_out(*of_heads, implementation=choice)
+    return _linear.linear(params, out.reshape(*out.shape[:2], -1))
 
 
 def _hidden_states(params: rwkv7.Params, tokens: jax.Array, **options: Any) -> jax.Array:
@@ -251,15 +253,27 @@ def test_the_model_takes_the_kernels(options: dict[str, Any], calls: dict[str, i
     assert {x: hlo.calls(program, x) for x in ONCE} == {x: calls[x] for x in ONCE}
 
 
-@pytest.mark.slow
-def test_the_model_keeps_one_array_less_for_each_block(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize("change", [None, models.quantize])
+def test_the_model_keeps_one_array_less_for_each_block(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any] | None, adapter: bool
+) -> None:
+    """With any weights, all of which are differentiated or an adapter alone."""
     params, tokens = _shapes_of_model(dataclasses.replace(CONFIG, num_layers=2))
+    params = params if change is None else jax.eval_shape(change, params)
+    trained, call = params, _sum
+    if adapter:
+        base = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)
+        trained = finetuning.init_adapter(jax.random.key(0), params, rank=4)
+
+        def call(adapter: Any, tokens: jax.Array) -> jax.Array:
+            return _sum(finetuning.adapted(base, adapter), tokens)
 
     size = tokens.size * CONFIG.hidden_size
-    kept = _kept(size, lambda *x: _hidden_states(*x), params, tokens)
+    kept = _kept(size, lambda *x: call(*x), trained, tokens)
     monkeypatch.setattr(TIME_MIXING, _in_two)
-    assert _kept(size, lambda *x: _hidden_states(*x), params, tokens) == kept + 2
-    program = jax.make_jaxpr(jax.grad(_sum))(params, tokens)
+    assert _kept(size, lambda *x: call(*x), trained, tokens) == kept + 2
+    program = jax.make_jaxpr(lambda *x: jax.vjp(call, *x)[1](jnp.float32(1)))(trained, tokens)
     assert [hlo.calls(program, x) for x in READ_OUT] == [2, 2]
 
 
@@ -282,12 +296,9 @@ def test_the_model_equals_the_two_functions(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(np.any(x) for x in jax.tree.leaves(found[1].blocks[1].att))
 
 
-def test_the_model_has_another_product_for_tokens_and_integers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_model_has_another_product_for_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TIME_MIXING, None)
     params, tokens = _shapes_of_model()
     jax.eval_shape(_hidden_states, params, jax.ShapeDtypeStruct((2,), jnp.int32))
-    jax.eval_shape(lambda p, tokens: _hidden_states(models.quantize(p), tokens), params, tokens)
     with pytest.raises(TypeError, match="not callable"):
         jax.eval_shape(_hidden_states, params, tokens)

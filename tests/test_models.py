@@ -114,7 +114,8 @@ def test_layers_in_any_implementation(
 def test_gradients_that_are_computed_again(params: rwkv7.Params, tokens: jax.Array) -> None:
     """Also of stacked blocks, in packed rows."""
     ids = jnp.asarray(DOCUMENTS, jnp.int32)
-    call = functools.partial(loss_and_gradients, segment_ids=ids, kernels=FFI_OR_REFERENCE)
+    given: Any = {"kernels": FFI_OR_REFERENCE, "dtype": "float32"}
+    call = functools.partial(loss_and_gradients, segment_ids=ids, **given)
     expected = call(params, tokens)
     stacked = rwkv7.stacked(params)
     for form, recompute in ((params, "mixes"), (params, "cheap"), (stacked, "blocks")):

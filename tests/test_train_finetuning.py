@@ -85,9 +85,8 @@ def log(out: Path) -> dict[str, Any]:
 
 
 LEARNED = {
-    "lora": ["--train=lora", "--lora-rank=8", "--learning-rate=0.02"],
-    "states": ["--train=states", "--states-learning-rate=0.1"],
-    "both, int8": ["--train=lora,states", "--base=int8", "--learning-rate=0.02"],
+    "both": ["--train=lora,states", "--learning-rate=0.02", "--states-learning-rate=0.1"],
+    "lora, int8": ["--train=lora", "--lora-rank=8", "--base=int8", "--learning-rate=0.02"],
     "pattern": ["--train=blocks.0.ffn.*", "--learning-rate=0.02"],
 }
 
@@ -127,22 +126,26 @@ def _mesh(train: ModuleType) -> Any:
 
 @pytest.mark.parametrize("base_dtype", ["bfloat16", "int8"])
 def test_what_is_frozen_stays(train: ModuleType, base: Path, folder: Path, base_dtype: str) -> None:
-    """After steps it has the same bits, and the optimizer has no moments for it."""
+    """After steps it has the same bits, and the optimizer has no moments for it. The next step
+    finds the adapter in the dtype of the activations."""
+    sizes = ["--batch=2", "--dtype=bfloat16"]
     args = train.options.parse(
-        [f"--model={base}", "--train=lora,states", f"--base={base_dtype}", "--batch=2"]
+        [f"--model={base}", "--train=lora,states", f"--base={base_dtype}", *sizes]
     )
     model, parts = train.prepare(args)
     steps = train.loop.steps
     optimizer = train.loop.make_optimizer(args)
     shapes = steps.state_shapes(model, optimizer)
     expected = jax.tree.map(np.array, parts.params)
-    state = steps.initial_state(model, optimizer, shapes, seed=0, parts=parts)
+    state = steps.initial_state(model, optimizer, shapes, seed=0, initial=parts)
     step = steps.train_step(model, optimizer, shapes, 0.0)
     rows = np.arange(2 * 17, dtype=np.int32).reshape(2, 17)
     for _ in range(2):
         state, _ = step(state, train.data.windows(rows))
     jax.tree.map(np.testing.assert_array_equal, state.frozen.params, expected)
-    assert jax.tree.leaves(state.params.params) == []
+    assert jax.tree.leaves(state.params.params) == jax.tree.leaves(state.copies.params) == []
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), state.params.adapter)
+    jax.tree.map(np.testing.assert_array_equal, state.copies.adapter, rounded)
     of_moments = sum(x.size for x in jax.tree.leaves(state.optimizer) if x.ndim)
     assert of_moments == 2 * sum(x.size for x in jax.tree.leaves(state.params))
 

@@ -186,7 +186,7 @@ def test_a_step_is_compiled_for_one_block(
     state = steps.initial_state(model, optimizer, shapes, seed=0)
     batch = train.data.windows(np.arange(34, dtype=np.int32).reshape(2, 17))
     traced = steps.train_step(model, optimizer, shapes, 0.0, clip=0.01).trace(shapes, batch)
-    with jax.log_compiles(), caplog.at_level("WARNING"):
+    with caplog.at_level("DEBUG", "jax._src.dispatch"):
         step = traced.lower().compile()
     names = [
         x.getMessage().split()[4] for x in caplog.records if "XLA compilation" in x.getMessage()

@@ -4,6 +4,7 @@ where they are damaged or cannot be written.
 Most runs here have steps that compute nothing.
 """
 
+import importlib
 import json
 import os
 import re
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -22,7 +23,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+import rwkv_jax
 from support import checkpoints, scripts
 from support.scripts import AtStep
 from support.training import measuring, without_computing
@@ -378,24 +383,56 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     assert checkpoints.newest(tmp_path) == 4
 
 
+COUNTS = re.compile(r"(\d+) programs came from the cache, and (\d+) are new in it")
+
+
 @pytest.mark.slow
 def test_compiled_programs_are_kept(options: list[str], tmp_path: Path) -> None:
-    """A second process compiles nothing before its second step."""
+    """A second process compiles nothing before its second step, where each device has rows of its
+    own."""
     script, cache = Path(scripts.SCRIPTS) / "train.py", tmp_path / "cache"
+    options = [*options, f"--mesh=data={min(2, jax.device_count())}"]
+    env = os.environ | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "PYTHONUNBUFFERED": "1"}
     found = []
     for name in ("first", "second"):
-        run = subprocess.run(
-            [sys.executable, script, *options, f"--cache={cache}", f"--out={tmp_path / name}"],
-            env=os.environ | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"},
-            capture_output=True,
-            text=True,
-        )
-        assert run.returncode == 0, run.stderr
-        counts = re.search(
-            r"(\d+) programs came from the cache, and (\d+) are new in it", run.stdout
-        )
-        assert counts, run.stdout
+        command = [sys.executable, script, *options, f"--cache={cache}", f"--out={tmp_path / name}"]
+        with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as run:
+            assert run.stdout
+            counts = next(filter(None, map(COUNTS.search, run.stdout)))
+            run.kill()  # before it decodes and draws
         found.append([int(count) for count in counts.groups()])
     (cached, compiled), again = found
     assert compiled > cached == 0
     assert again == [compiled, 0]
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[Path]:
+    """A folder in which JAX keeps programs, however fast they compile."""
+    options = {"jax_enable_compilation_cache": True, "jax_compilation_cache_dir": str(tmp_path)}
+    options |= {"jax_persistent_cache_min_compile_time_secs": 0.0}
+    before = {name: getattr(jax.config, name) for name in options}
+    for values in (options, before):
+        for name, value in values.items():
+            jax.config.update(name, value)
+        # JAX asks for the options once.
+        compilation_cache.reset_cache()
+        if values is options:
+            yield tmp_path
+
+
+@needs_devices
+def test_programs_that_call_python_are_not_kept(cache: Path) -> None:
+    """The next run could read one although its functions are others. The next program is kept."""
+    compilation = importlib.import_module("rwkv_jax._training.compilation")
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    x = jnp.ones((2, 4, 2, 16))
+
+    def program(x: jax.Array) -> Any:
+        return rwkv_jax.wkv7(x, -x, x, x, x, x, decay="log")
+
+    kept = []
+    for placed in (jax.device_put(x, NamedSharding(mesh, P("data"))), x):
+        compilation.compiled(jax.jit(program).lower(placed))
+        kept.append(len(list(cache.glob("jit_program*-cache"))))
+    assert kept == [0, 1]

@@ -4,6 +4,7 @@ checksums of all files."""
 import contextlib
 import functools
 import hashlib
+import importlib.util
 import json
 import logging
 import os
@@ -17,7 +18,9 @@ from typing import Any, TypeAlias, TypedDict
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
+
+if not importlib.util.find_spec("orbax.checkpoint"):
+    raise ModuleNotFoundError("no checkpoint can be written", name="orbax-checkpoint")
 
 RECORD = "record.json"
 
@@ -205,13 +208,16 @@ def load(
 
 
 @contextlib.contextmanager
-def _checkpointer() -> Iterator[ocp.Checkpointer]:
+def _checkpointer() -> Iterator[Any]:
     """One that saves before it returns. The threads of `ocp.StandardCheckpointer` keep a process
     alive for minutes after an error.
 
     An error is raised, and not also printed with the tracebacks of all threads, some of which end
     later than this context.
     """
+    # The first step need not wait for it.
+    import orbax.checkpoint as ocp
+
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)

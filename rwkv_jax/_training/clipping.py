@@ -12,8 +12,8 @@ Tree = TypeVar("Tree")
 SMALL = 2**19
 """How many numbers a gradient may have that is joined with others."""
 
-JOINED = 100
-"""How many gradients are joined to one array. XLA concatenates more than 128 in two steps."""
+JOINED = 30
+"""How many gradients are joined to one array. The compiler needs much longer for long ones."""
 
 
 def global_norm(gradients: Any, *, devices: int = 1) -> Array:

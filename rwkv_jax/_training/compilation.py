@@ -1,9 +1,15 @@
 """The cache of compiled programs."""
 
+import math
 import os
 from pathlib import Path
+from typing import Any
 
 import jax
+from jax.stages import Compiled, Lowered
+
+_SECONDS = "jax_persistent_cache_min_compile_time_secs"
+"""The option of JAX that says how long a program that is kept takes to compile."""
 
 
 def default_cache() -> str | None:
@@ -19,11 +25,13 @@ def default_cache() -> str | None:
 
 
 def use_cache(folder: str | None) -> None:
-    """Keep the programs that take a second or more to compile in the folder, and read them from
-    it; or keep none. Those of several devices are compiled in each run: they call Python functions,
-    of which the name of a program in the cache has the address alone."""
+    """Keep the programs that take a tenth of a second or more to compile, or as long as JAX's own
+    variable says, in the folder, and read them from it; or keep none. Of several processes the
+    first one writes the folder."""
     if folder:
         jax.config.update("jax_compilation_cache_dir", folder)
+        if _SECONDS.upper() not in os.environ:
+            jax.config.update(_SECONDS, 0.1)
     else:
         jax.config.update("jax_enable_compilation_cache", False)
 
@@ -32,3 +40,21 @@ def draw_by_kernel() -> None:
     """Have random numbers from a kernel of JAX on a GPU. The numbers are the same ones, and the
     initial parameters are compiled in half the time."""
     jax.config.update("jax_threefry_gpu_kernel_lowering", True)
+
+
+def compiled(lowered: Lowered) -> Compiled:
+    """The program, compiled or read from the cache.
+
+    While the compiler partitions a program, it calls the Python functions of `custom_partitioning`.
+    JAX keeps the program under a name that has their addresses, at which the next run may have
+    other functions. So it is not kept, and nor is what other threads compile meanwhile.
+    """
+    if "CustomSPMDPartitioning" not in lowered.as_text():
+        return lowered.compile()
+    config: Any = jax.config  # its annotations lack this option
+    seconds = config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update(_SECONDS, math.inf)
+    try:
+        return lowered.compile()
+    finally:
+        jax.config.update(_SECONDS, seconds)

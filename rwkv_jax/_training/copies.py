@@ -1,8 +1,8 @@
 """Copies of matrices in the dtype of the activations.
 
-The model rounds the matrices of its blocks to that dtype. A step of training that rounds them where
-it changes them, and leaves the copies to the next step, saves that step from reading every
-parameter once more.
+The model rounds the matrices of its blocks, and those of adapters, to that dtype. A step of
+training that rounds them where it changes them, and leaves the copies to the next step, saves that
+step from reading every parameter once more.
 """
 
 from typing import Any, TypeVar
@@ -17,12 +17,13 @@ Tree = TypeVar("Tree")
 
 
 def rounded(params: Tree, dtype: DTypeLike) -> Tree:
-    """The parameters of RWKV-7 with a copy in `dtype` of each that the model does nothing with but
-    multiply by activations of `dtype`, and None in place of all others."""
+    """The parameters of RWKV-7 and of adapters, or a tree that has them, with a copy in `dtype` of
+    each that the model does nothing with but multiply by activations of `dtype`, and None in place
+    of all others."""
 
     def copy(path: KeyPath, x: Array) -> Array | None:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        multiplies = name.startswith("blocks.") and x.ndim == 2 and not name.endswith(".r_k")
+        multiplies = ".blocks." in f".{name}" and x.ndim == 2 and not name.endswith(".r_k")
         return x.astype(dtype) if multiplies and x.dtype != dtype else None
 
     return jax.tree_util.tree_map_with_path(copy, params)

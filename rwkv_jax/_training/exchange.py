@@ -11,6 +11,7 @@ The functions run inside a `shard_map` over the whole mesh. With `check_vma` the
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -27,7 +28,10 @@ Tree = TypeVar("Tree")
 
 
 def axis_over(place: NamedSharding) -> int | None:
-    """The axis of a parameter that is distributed along `OVER`, or None."""
+    """The axis of a parameter that is distributed along `OVER`, where there are several devices, or
+    None."""
+    if math.prod(place.mesh.shape[name] for name in OVER) == 1:
+        return None
     return next((i for i, names in enumerate(place.spec) if names == OVER), None)
 
 
@@ -35,7 +39,7 @@ def whole(x: Array, place: NamedSharding) -> Array:
     """A parameter from the shards of all devices along `OVER`. One that is not distributed counts
     from here on as different on each device, so that its gradient is summed over all of them."""
     axis = axis_over(place)
-    return _varying(x) if axis is None else lax.all_gather(x, OVER, axis=axis, tiled=True)
+    return varying(x) if axis is None else lax.all_gather(x, OVER, axis=axis, tiled=True)
 
 
 def gathered(
@@ -106,14 +110,16 @@ def _by_name(f: Callable[[str, Array], Any], tree: Any) -> Any:
     )
 
 
-def _varying(x: Array) -> Array:
-    missing = tuple(name for name in OVER if name not in jax.typeof(x).manual_axis_type.varying)
+def varying(x: Array, axes: tuple[str, ...] = OVER) -> Array:
+    """`x`, which counts from here on as different on each device along `axes`, so that its gradient
+    is summed over those where it is the same."""
+    missing = tuple(name for name in axes if name not in jax.typeof(x).manual_axis_type.varying)
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def rounded_head(x: Array, place: NamedSharding, dtype: DTypeLike) -> Array:
     """The weight of the head, rounded to `dtype`, but with a gradient in its own."""
-    return _rounded_head(dtype, axis_over(place), _varying(x))
+    return _rounded_head(dtype, axis_over(place), varying(x))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -149,7 +155,7 @@ def embedding(table: Array, tokens: Array, place: NamedSharding, dtype: DTypeLik
     else:
         table = whole(table, place)
     model = place.spec[0] if len(place.spec) else None
-    tokens, table = _varying(tokens), _varying(table)
+    tokens, table = varying(tokens), varying(table)
     if model is None:
         rows = table[tokens]
     else:

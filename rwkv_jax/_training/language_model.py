@@ -130,10 +130,11 @@ def mean_loss(
     There is dropout in `training` alone."""
     mesh = model.mesh
     if model.exchanges:
-        copies = rounded(parts.params, model.dtype) if copies is None else copies
-        loss = _of_rows if mesh.size == mesh.shape["data"] else _by_compiler
-        return loss(model, in_place(parts.params, copies), batch, l2_wrap)
-    base = parts.params if copies is None else in_place(parts.params, copies)
+        copies = rounded(parts, model.dtype) if copies is None else copies
+        loss = _by_compiler if mesh.shape["seq"] > 1 else _of_rows
+        return loss(model, in_place(parts, copies).params, batch, l2_wrap)
+    parts = parts if copies is None else in_place(parts, copies)
+    base = parts.params
     if mesh.size > 1:
         batch = jax.lax.with_sharding_constraint(batch, NamedSharding(mesh, P(*exchange.OVER)))
         # Each parameter is gathered to compute with it, and its gradient is scattered.
@@ -183,26 +184,44 @@ def _hidden_states(
 
 
 def _of_rows(model: Model, params: rwkv7.Params, rows: Batch, l2_wrap: float) -> jax.Array:
-    """The loss on devices of which each has some rows of the batch. Each runs the program of one
-    device, and gathers the parameters of a block where it computes the block."""
-    places = model.shardings(Parts(params)).params
+    """The loss on devices of which each has whole rows of the batch. Each runs the program of one
+    device, and gathers the parameters of a block where it computes the block.
+
+    Along "model" each device has some heads and inner channels. What mixings add to the activations
+    is summed, after which each device goes on with activations of its own. So their cotangents are
+    parts of a sum as well, and the backward pass sums them where it gets to the output of a mixing,
+    and not for each use of the activations.
+    """
+    places, inner = model.shardings(Parts(params)).params, model.inner
+    axes = exchange.OVER if inner is None else (*exchange.OVER, inner)
     # The first block and the others have some names of their own.
     of_blocks = rwkv7.names(places.blocks[0]) | rwkv7.names(places.blocks[-1])
 
     def whole(name: str, x: jax.Array) -> jax.Array:
         return exchange.whole(x, of_blocks[name])
 
-    def embed(emb: rwkv7.Weight, tokens: jax.Array, dtype: Any) -> jax.Array:
-        return exchange.embedding(emb.weight, tokens, places.emb.weight, dtype)
+    def own(tree: Any) -> Any:
+        return jax.tree.map(lambda x: exchange.varying(x, axes), tree)
 
-    gather = functools.partial(exchange.gathered, of_blocks, whole)
+    def gather(block: Any, x: jax.Array, of_first: Any) -> Any:
+        return exchange.gathered(of_blocks, whole, own(block), x, of_first)
+
+    def embed(emb: rwkv7.Weight, tokens: jax.Array, dtype: Any) -> jax.Array:
+        x = exchange.embedding(emb.weight, tokens, places.emb.weight, dtype)
+        return own(x)
+
+    def total(dx: jax.Array) -> jax.Array:
+        return own(jax.lax.psum(dx, inner))
+
     kernels = dataclasses.replace(model.kernels, gather=gather, embed=embed)
+    if inner is not None:
+        kernels = dataclasses.replace(kernels, total=total)
 
     def local(params: rwkv7.Params, rows: Batch) -> jax.Array:
-        params = params._replace(ln_out=jax.tree.map(exchange.whole, params.ln_out, places.ln_out))
+        params = params._replace(ln_out=own(params.ln_out))
         hidden_states, state = _hidden_states(model, params, rows, kernels)
-        head = exchange.scattered_before(params.head.weight, state[-1].att.shift)
-        return _summed_loss(model, places, l2_wrap, hidden_states, head, rows)
+        head = exchange.scattered_before(own(params.head.weight), state[-1].att.shift)
+        return _summed_loss(model, places, l2_wrap, axes, hidden_states, head, rows)
 
     specs = jax.tree.map(lambda place: place.spec, places)
     return jax.shard_map(
@@ -211,8 +230,8 @@ def _of_rows(model: Model, params: rwkv7.Params, rows: Batch, l2_wrap: float) ->
 
 
 def _by_compiler(model: Model, params: rwkv7.Params, rows: Batch, l2_wrap: float) -> jax.Array:
-    """The loss on any mesh. The compiler partitions the blocks; embedding, head and loss are
-    computed by each device."""
+    """The loss on any mesh, taken where sequences are distributed. The compiler partitions the
+    blocks; embedding, head and loss are computed by each device."""
     mesh, places = model.mesh, model.shardings(Parts(params)).params
     rows = jax.lax.with_sharding_constraint(rows, NamedSharding(mesh, P(*exchange.OVER)))
     of_blocks, of_whole = (
@@ -237,7 +256,7 @@ def _by_compiler(model: Model, params: rwkv7.Params, rows: Batch, l2_wrap: float
     kernels = dataclasses.replace(model.kernels, gather=gather, embed=embed)
     hidden_states, state = _hidden_states(model, params, rows, kernels)
     head = exchange.scattered_before(params.head.weight, state[-1].att.shift)
-    loss = functools.partial(_summed_loss, model, places, l2_wrap)
+    loss = functools.partial(_summed_loss, model, places, l2_wrap, exchange.OVER)
     in_specs = (P(*exchange.OVER), places.head.weight.spec, P(*exchange.OVER))
     return jax.shard_map(loss, mesh=mesh, in_specs=in_specs, out_specs=P())(
         hidden_states, head, rows
@@ -248,13 +267,16 @@ def _summed_loss(
     model: Model,
     places: Any,
     l2_wrap: float,
+    axes: tuple[str, ...],
     hidden_states: jax.Array,
     head: jax.Array,
     rows: Batch,
 ) -> jax.Array:
     """The mean over all devices, of which each has some tokens, and along "model" a part of the
-    vocabulary."""
-    place = places.head.weight
+    vocabulary if that divides evenly. `axes` are those along which hidden states count as
+    different."""
+    place, sizes = places.head.weight, model.mesh.shape
+    of_vocabulary = place.spec[0] if len(place.spec) else None
     total = cross_entropy(
         hidden_states,
         exchange.rounded_head(head, place, model.dtype),
@@ -262,10 +284,12 @@ def _summed_loss(
         mask=rows.mask,
         reduction="sum",
         l2_wrap=l2_wrap,
-        axis_name=place.spec[0] if len(place.spec) else None,
+        axis_name=of_vocabulary,
     )
+    over = [axis for axis in axes if axis != of_vocabulary]
+    again = math.prod(sizes[axis] for axis in over if axis not in exchange.OVER)
     if rows.mask is None:
-        count: Any = rows.targets.size * math.prod(model.mesh.shape[axis] for axis in exchange.OVER)
+        count: Any = rows.targets.size * math.prod(sizes[axis] for axis in exchange.OVER)
     else:
         count = jnp.maximum(jax.lax.psum(jnp.sum(rows.mask), exchange.OVER), 1)
-    return jax.lax.psum(total, exchange.OVER) / count
+    return jax.lax.psum(total, over) / (again * count)

@@ -68,10 +68,6 @@ def train(
     evaluate = evaluation(model, source.held_out, args.batch // args.accumulate)
     done, stopped = saved, False
     began = saved_at = time.perf_counter()
-    making: Future[State] | None = None
-    if not saved and parts is None:
-        making = steps.new_state(model, optimizer, shapes, args.seed)
-        start.part("trace of the initial state")
 
     def make(step: int) -> Batch:
         return steps.on_mesh(source.batch(step), model.mesh)
@@ -83,7 +79,7 @@ def train(
         contextlib.ExitStack() as stack,
     ):
         batch = batches.take()
-        start.part("data")
+        start.part("first batch")
         compiling: Future[Step] = Future()
         if batch is not None:
             compiling = compiled_step(model, optimizer, shapes, batch, args, start)
@@ -91,10 +87,8 @@ def train(
             arrays = checkpoints.load(args.out, saved, steps.named(shapes))
             state = steps.restored(model, shapes, arrays, parts)
             print(f"Continuing after step {saved}")
-        elif making is not None:
-            state = making.result()
         else:
-            state = steps.initial_state(model, optimizer, shapes, seed=args.seed, parts=parts)
+            state = steps.initial_state(model, optimizer, shapes, seed=args.seed, initial=parts)
         jax.block_until_ready(state)
         start.part("initial state, while it compiles")
         if batch is not None:

@@ -49,6 +49,16 @@ def connect(coordinator: str | None, processes: int | None, process: int | None)
         jax.config.update("jax_rocm_visible_devices", "all")
 
 
+def count() -> int:
+    """How many processes there are. JAX's own function waits until the devices have started."""
+    return jax.process_count() if jax.distributed.is_initialized() else 1
+
+
+def is_first() -> bool:
+    """Whether this process is the first one, or alone."""
+    return count() == 1 or jax.process_index() == 0
+
+
 def _started_with_others() -> bool:
     """Whether a launcher that JAX knows has started several processes, of which this is one."""
     # Variables of the launched processes: in the shell of an allocation of Slurm SLURM_NTASKS may
@@ -74,10 +84,10 @@ def watched(folder: Path) -> Iterator[None]:
     """A context of a run that writes checkpoints to the folder. If this is one of several processes
     and ends inside, killed or by an error, another process prints from which checkpoint the run can
     resume: JAX ends a process at once when it has lost another one, and nothing runs after that."""
-    if jax.process_count() == 1:
+    if count() == 1:
         yield
         return
-    which = f"Process {jax.process_index()} of {jax.process_count()}, on {socket.gethostname()},"
+    which = f"Process {jax.process_index()} of {count()}, on {socket.gethostname()},"
     command = [sys.executable, "-I", "-S", watcher.__file__, which, str(folder)]
     # Ctrl-C does not reach another session.
     watching = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
@@ -97,10 +107,10 @@ def watched(folder: Path) -> Iterator[None]:
 def by_first(work: Callable[[], int]) -> int:
     """What `work` returns in the first process, a number from 0 on. The other processes do not call
     it. Where it exits, all processes exit."""
-    if jax.process_count() == 1:
+    if count() == 1:
         return work()
     result, end = -1, SystemExit("the first process has ended with an error")
-    if jax.process_index() == 0:
+    if is_first():
         try:
             result = work()
         except SystemExit as error:

@@ -25,6 +25,7 @@ from rwkv_jax._training import (
     processes,
     report,
     sizes,
+    steps,
     tasks,
     xla_flags,
 )
@@ -48,7 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     compilation.draw_by_kernel()
     start.part("import")
     processes.connect(args.coordinator, args.processes, args.process)
-    shown = sys.stdout if jax.process_index() == 0 else None
+    # GPUs take seconds to start, in which the data are read.
+    steps.in_thread(jax.devices)
+    shown = sys.stdout if processes.is_first() else None
     reserved = contextlib.nullcontext(0) if args.dry_run else outputs.reserved(args)
     with contextlib.redirect_stdout(shown), reserved as saved, processes.watched(args.out):
         return run(args, saved, start)
@@ -88,6 +91,7 @@ def run(args: argparse.Namespace, saved: int, start: clocks.Start) -> int:
     """Train, from the checkpoint after `saved` steps if these are not 0, and write the results."""
     with contextlib.closing(source_of(args)) as source:
         model, initial = prepare(args)
+        start.part("data and start of the devices")
         recorded = options.recorded(args, source.checksum)
         trained = sizes.size(model.split(model.shapes)[0])
         print(

@@ -18,6 +18,7 @@ from rwkv_jax._training.accumulation import accumulated
 from rwkv_jax._training.by_block import joined, parts
 from rwkv_jax._training.clipping import global_norm, scaled
 from rwkv_jax._training.clocks import Start
+from rwkv_jax._training.compilation import compiled
 from rwkv_jax._training.data import Batch
 from rwkv_jax._training.devices import place
 from rwkv_jax._training.language_model import Model, mean_loss
@@ -56,7 +57,7 @@ class Measures(NamedTuple):
 
 def _copies(model: Model, params: Parts) -> Any:
     if model.module is rwkv7 and (model.mesh.size == 1 or model.exchanges):
-        return copies.rounded(params.params, model.dtype)
+        return copies.rounded(params, model.dtype)
     return None
 
 
@@ -80,7 +81,7 @@ def state_shapes(model: Model, optimizer: optax.GradientTransformation) -> State
 
     params, moments, copied, frozen = shapes
     # Moments and copies are where their parameters are.
-    of_copies = copies.places(copied, model.shardings(params).params)
+    of_copies = copies.places(copied, model.shardings(params))
     params, moments, copied, frozen = jax.tree.map(
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
         shapes,
@@ -109,42 +110,24 @@ def initial_state(
     shapes: State,
     *,
     seed: int,
-    parts: Parts | None = None,
+    initial: Parts | None = None,
 ) -> State:
-    """The state before the first step, with `parts`, or with initial parameters from the seed,
-    where `shapes` say. It may have the arrays of `parts`, which the first step then deletes."""
-    if parts is None:
-        return new_state(model, optimizer, shapes, seed).result()
-    params, frozen = model.split(parts)
-    placed = _placed(params, shapes.params)
-    return _begun(model, optimizer, shapes, placed, _placed(frozen, shapes.frozen))
-
-
-def new_state(
-    model: Model, optimizer: optax.GradientTransformation, shapes: State, seed: int
-) -> Future[State]:
-    """The state before the first step of a new model, which a thread computes."""
+    """The state before the first step, with the parts `initial`, or with new parameters from the
+    seed, where `shapes` say. It may have the arrays of `initial`, which the first step deletes."""
 
     def new(seed: jax.Array) -> Parts:
         # The key that Flax NNX makes of a seed.
         key = jax.random.fold_in(jax.random.key(seed), 0)
         return Parts(rwkv7.init(key, model.config))
 
-    lowered = jax.jit(new, out_shardings=_places(shapes.params)).lower(np.uint32(seed))
-
-    def compute() -> State:
-        params = lowered.compile()(np.uint32(seed))
-        return jax.block_until_ready(_begun(model, optimizer, shapes, params, shapes.frozen))
-
-    return in_thread(compute)
-
-
-def _begun(
-    model: Model, optimizer: optax.GradientTransformation, shapes: State, params: Parts, frozen: Any
-) -> State:
     def begin(params: Parts) -> Any:
         return optimizer.init(params), _copies(model, params)
 
+    if initial is None:
+        params = jax.jit(new, out_shardings=_places(shapes.params))(np.uint32(seed))
+        frozen = shapes.frozen
+    else:
+        params, frozen = map(_placed, model.split(initial), (shapes.params, shapes.frozen))
     found = [
         jax.jit(begin, out_shardings=_places((moments, copied)))(part)
         for (part, copied), moments in zip(
@@ -210,7 +193,8 @@ class Step(NamedTuple):
         return Step(self.gradients.lower(), [x.lower() for x in self.updates])
 
     def compile(self) -> "Step":
-        return Step(self.gradients.compile(), [x.compile() for x in self.updates])
+        updates = in_thread(lambda: [x.compile() for x in self.updates])
+        return Step(compiled(self.gradients), updates.result())
 
 
 def _parts(state: State, gradients: Parts) -> list[Any]:
@@ -314,7 +298,14 @@ def evaluation(model: Model, held_out: Batch, rows: int) -> Callable[[Parts], fl
     def losses(parts: Parts, batches: Batch) -> jax.Array:
         return jax.lax.map(functools.partial(mean_loss, model, parts), batches)
 
-    return lambda parts: float(np.average(losses(parts, placed), weights=weights))
+    program: Any = None
+
+    def evaluate(parts: Parts) -> float:
+        nonlocal program
+        program = program or compiled(losses.lower(parts, placed))
+        return float(np.average(program(parts, placed), weights=weights))
+
+    return evaluate
 
 
 def on_mesh(batch: Batch, mesh: Mesh, *before: None) -> Batch:

@@ -160,9 +160,9 @@ def adapted(params: Any, adapter: Adapter, *, key: Key[Array, ""] | None = None)
     what `params` has is then never computed. `rwkv_jax.generation` and `rwkv_jax.serving` take the
     result as well, and so does `models.quantize`, which leaves A and B as they are.
 
-    Fused kernels of the channel mixing, of the output product and of whole blocks take plain
-    matrices: where they are adapted, products by the compiler stand in for them. All other kernels
-    run as without an adapter.
+    Fused kernels of the channel mixing and of whole blocks take plain matrices: where they are
+    adapted, products by the compiler stand in for them. All other kernels run as without an
+    adapter.
 
     Args:
       params: the parameters, in either form. In the stacked form all blocks but the first have the

@@ -25,7 +25,7 @@ from rwkv_jax._typing import Operand
 from rwkv_jax.layers import _products
 from rwkv_jax.layers._products import PRODUCT, Products, Size, by_input
 
-AXES = {"x": "BTC", "first": "CR", "second": "RC", "offset": "C"}
+AXES = {"x": "BTC", "first": "CR", "second": "RD", "offset": "D"}
 
 WIDTH_MULTIPLE, MAX_WIDTH = 128, 2**18
 RANK_MULTIPLE, MAX_RANK = 8, 256
@@ -60,12 +60,12 @@ library.register_export_targets(*TARGETS.values())
 def low_rank(
     x: Float[Operand, "B T C"],
     first: Float[Operand, "C R"],
-    second: Float[Operand, "R C"],
-    offset: Float[Operand, " C"] | None = None,
+    second: Float[Operand, "R D"],
+    offset: Float[Operand, " D"] | None = None,
     *,
     activation: str = "identity",
     implementation: str | None = None,
-) -> Float[Array, "B T C"]:
+) -> Float[Array, "B T D"]:
     """A low-rank map, as RWKV-6 and 7 have it for decays, rates and gates, for each token:
 
         y = activation(x first) second + offset
@@ -80,7 +80,7 @@ def low_rank(
       offset: what is added to each token, likewise.
       activation: "identity", "tanh" or "sigmoid".
       implementation: "ffi", "xla", "reference" or, for the fastest one, None. "ffi" takes bfloat16
-        on GPUs of compute capability 9.0, C a multiple of 128, and R a multiple of 8 up to 256;
+        on GPUs of compute capability 9.0, C = D a multiple of 128, and R a multiple of 8 up to 256;
         None takes it there from 12288 tokens on. The other two are the same formula. A program
         with "ffi" runs on no other GPU.
 
@@ -188,6 +188,8 @@ class _LowRank(Products):
 
     def why_no_kernel(self, name: Pass, options: Options, operands: Operands[Any]) -> str | None:
         width, rank = operands.first.shape
+        if (outputs := operands.second.shape[1]) != width:
+            return f"C = {width} and D = {outputs}; the cuda kernels take C = D"
         of_width = Size("C =", width, WIDTH_MULTIPLE, MAX_WIDTH)
         of_rank = Size("R =", rank, RANK_MULTIPLE, MAX_RANK)
         return _products.why_not(options, operands.rows, (of_width, of_rank), MIN_TOKENS)

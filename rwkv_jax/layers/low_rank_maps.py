@@ -43,24 +43,24 @@ class LowRankMap(NamedTuple):
 
     x: Float[Operand, "B T C"]
     first: Float[Operand, "C R"]
-    second: Float[Operand, "R C"]
-    offset: Float[Operand, " C"] | None = None
+    second: Float[Operand, "R D"]
+    offset: Float[Operand, " D"] | None = None
     activation: str = "identity"
 
 
 def low_rank_maps(
     maps: Sequence[LowRankMap], *, implementation: str | None = None
-) -> tuple[Float[Array, "B T C"], ...]:
+) -> tuple[Float[Array, "B T D"], ...]:
     """Several low-rank maps, each of which is for its own tokens what `low_rank` computes:
 
         y = activation(x first) second + offset
 
     Args:
-      maps: one to seven of them, which share B, T, C and the dtype of `x`.
+      maps: one to seven of them, which share B, T, C, D and the dtype of `x`.
       implementation: "ffi", "xla", "reference" or, for the fastest one, None. "ffi" takes bfloat16
-        on GPUs of compute capability 9.0, C a multiple of 8, and ranks that are multiples of 8 up
-        to 1024; None takes it there for 512 to 4096 tokens, and otherwise calls `low_rank` for each
-        map. A program with "ffi" runs on no other GPU.
+        on GPUs of compute capability 9.0, C = D a multiple of 8, and ranks that are multiples of 8
+        up to 1024; None takes it there for 512 to 4096 tokens, and otherwise calls `low_rank` for
+        each map. A program with "ffi" runs on no other GPU.
 
     Returns:
       y of each map, in the dtype of `x`.
@@ -97,7 +97,7 @@ def _checked(maps: Sequence[LowRankMap], implementation: str | None) -> list["_M
     for i, (one, rank) in enumerate(zip(maps, RANKS, strict=False)):
         check.choice(op, f"maps[{i}].activation", one.activation, ACTIVATIONS)
         for (name, array), own in zip(
-            one._asdict().items(), ("BTC", f"C{rank}", f"{rank}C", "C"), strict=False
+            one._asdict().items(), ("BTC", f"C{rank}", f"{rank}D", "D"), strict=False
         ):
             if array is not None:
                 axes[f"maps[{i}].{name}"], given[f"maps[{i}].{name}"] = own, array
@@ -167,6 +167,8 @@ class _LowRankMaps(Products):
 
     def why_no_kernel(self, name: Pass, options: Options, operands: Maps) -> str | None:
         x, ranks = operands[0].x, [one.first.shape[-1] for one in operands]
+        if (outputs := operands[0].second.shape[1]) != x.shape[-1]:
+            return f"C = {x.shape[-1]} and D = {outputs}; the cuda kernels take C = D"
         sizes = [Size("C =", x.shape[-1], RANK_MULTIPLE, MAX_WIDTH)]
         sizes += [Size("a rank is", rank, RANK_MULTIPLE, MAX_RANK) for rank in ranks]
         return _products.why_not(options, x, sizes, MIN_TOKENS, MAX_TOKENS)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import jax
 from jax import Array
@@ -19,6 +21,9 @@ from rwkv_jax.layers.read_out import FUNCTION
 
 RESTORING = dataclasses.replace(FUNCTION, restored=("out",))
 """`read_out` with a backward pass that gives `out` as well, for the gradient of the matrix."""
+
+OfOutput: TypeAlias = Callable[[Any, Float[Array, "B T C"]], Any]
+"""A tree of arrays that are linear in the output of `read_out`, from a tree of weights."""
 
 
 def projected_read_out(
@@ -61,49 +66,75 @@ def projected_read_out(
       NotImplementedError: the implementation cannot run the call.
     """
     op = "projected_read_out"
+    (matrix,) = _products.checked(op, {"matrix": "DC"}, {"matrix": matrix}, None)
+    arguments = y, bonus, v, gate, weight, bias
+    return of_read_out(_product, matrix, *arguments, implementation=implementation)
+
+
+def of_read_out(
+    function: OfOutput,
+    weights: Any,
+    y: Float[Operand, "B T H K"],
+    bonus: Float32[Operand, "B T H"],
+    v: Float[Operand, "B T H K"],
+    gate: Float[Operand, "B T H K"],
+    weight: Float32[Operand, "H K"],
+    bias: Float32[Operand, "H K"],
+    *,
+    implementation: str | None = None,
+) -> Any:
+    """`function(weights, out)`, of which `projected_read_out` is the case of one matrix. A function
+    that is the same object is traced once."""
+    op = "projected_read_out"
     tensors = {"y": y, "bonus": bonus, "v": v, "gate": gate}
     parameters = {"weight": weight, "bias": bias}
     options, inputs = prepared(op, FUNCTION, tensors, parameters, implementation)
-    (matrix,) = _products.checked(op, {"matrix": "DC"}, {"matrix": matrix}, None)
-    *_, heads, size = y.shape
-    if matrix.shape[1] != heads * size:
-        raise ValueError(
-            f"{op}: matrix has shape {matrix.shape}, so C = {matrix.shape[1]}, where y has "
-            f"H = {heads} and K = {size}; accepted is [D, C] with C = H K"
-        )
-    *placed, matrix = vary_alike(*inputs.values(), matrix.astype(y.dtype))
-    inputs = dict(zip(inputs, placed, strict=True))
+    leaves, structure = jax.tree.flatten((inputs, weights))
+    inputs, weights = jax.tree.unflatten(structure, vary_alike(*leaves))
     if implementation == "reference":
-        return _forward(options, inputs, matrix)[0]
-    return _run(options, inputs, matrix)
+        return _forward(function, options, inputs, weights)[0]
+    return _run(function, options, inputs, weights)
 
 
-def _product(out: Array, matrix: Array) -> Array:
-    return linear(out.reshape(*out.shape[:2], matrix.shape[1]), matrix)
+def _product(matrix: Array, out: Array) -> Array:
+    if matrix.shape[1] != out.shape[2]:
+        raise ValueError(
+            f"projected_read_out: matrix has shape {matrix.shape}, so C = {matrix.shape[1]}, where "
+            f"the heads of y have {out.shape[2]} channels together; accepted is [D, C] with C = H K"
+        )
+    return linear(out, matrix)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(options: Options, inputs: Arrays, matrix: Array) -> Array:
-    return _forward(options, inputs, matrix)[0]
+def _of_heads(function: OfOutput, weights: Any, out: Float[Array, "B T H K"]) -> Any:
+    rows, tokens, heads, size = out.shape
+    return function(weights, out.reshape(rows, tokens, heads * size))
 
 
-def _forward(options: Options, inputs: Arrays, matrix: Array) -> tuple[Array, tuple[Arrays, Array]]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _run(function: OfOutput, options: Options, inputs: Arrays, weights: Any) -> Any:
+    return _forward(function, options, inputs, weights)[0]
+
+
+def _forward(
+    function: OfOutput, options: Options, inputs: Arrays, weights: Any
+) -> tuple[Any, tuple[Arrays, Any]]:
     results, _ = dispatch.run(FUNCTION, "forward", options, Operands(inputs))
     out = checkpoint_name(results["out"], FUNCTION.name)
-    return _product(out, matrix), (inputs, matrix)
+    return _of_heads(function, weights, out), (inputs, weights)
 
 
 def _backward(
-    options: Options, residuals: tuple[Arrays, Array], cotangent: Array
-) -> tuple[Arrays, Array]:
-    inputs, matrix = residuals
+    function: OfOutput, options: Options, residuals: tuple[Arrays, Any], cotangents: Any
+) -> tuple[Arrays, Any]:
+    inputs, weights = residuals
+    of_out = functools.partial(_of_heads, function, weights)
     # `out` has the shape and the dtype of y.
-    (dout,) = jax.linear_transpose(lambda out: _product(out, matrix), inputs["y"])(cotangent)
+    (dout,) = jax.linear_transpose(of_out, inputs["y"])(cotangents)
     operands = Operands(inputs, {}, {"out": dout})
     gradients = dict(dispatch.run(RESTORING, "backward", options, operands))
     out = gradients.pop("out")
-    (dmatrix,) = jax.linear_transpose(lambda matrix: _product(out, matrix), matrix)(cotangent)
-    return gradients, dmatrix
+    _, pullback = jax.vjp(lambda weights: _of_heads(function, weights, out), weights)
+    return gradients, *pullback(cotangents)
 
 
 _run.defvjp(_forward, _backward)

@@ -13,6 +13,9 @@ Wkv: TypeAlias = Callable[..., tuple[Array, Any]]
 """A function with the arguments and results of an operator, such as `sharding.shard(wkv7, ...)`."""
 
 
+_FUNCTIONS = ("wkv", "gather", "embed", "total")
+
+
 @dataclasses.dataclass(frozen=True)
 class Kernels:
     """Which kernels compute a model. None leaves the choice to the library.
@@ -36,10 +39,13 @@ class Kernels:
         gather the parameters of one block at a time.
       embed: a function of the weight of the embedding, tokens and the dtype of the activations that
         returns the embedding of the tokens, in place of a look-up.
+      total: a function of the output of a mixing that returns what a block adds to its input. So
+        the devices of a `shard_map`, of which each has some heads and inner channels of RWKV-7, can
+        sum their outputs. Blocks are then separate.
 
     Raises:
-      ValueError: `layers` or `blocks` is none of the names.
-      TypeError: `wkv`, `gather` or `embed` is no function.
+      ValueError: `layers` or `blocks` is none of the names, or there are `total` and fused blocks.
+      TypeError: `wkv`, `gather`, `embed` or `total` is no function.
     """
 
     operator: str | None = None
@@ -48,20 +54,24 @@ class Kernels:
     wkv: Wkv | None = None
     gather: Callable[..., Any] | None = None
     embed: Callable[..., Array] | None = None
+    total: Callable[[Array], Array] | None = None
 
     def __post_init__(self) -> None:
         names = {"layers": ("ffi", "xla", "reference"), "blocks": ("fused", "separate")}
         for name, accepted in names.items():
             if (value := getattr(self, name)) is not None:
                 check.choice("Kernels", name, value, accepted)
-        for name in ("wkv", "gather", "embed"):
+        for name in _FUNCTIONS:
             if (value := getattr(self, name)) is not None and not callable(value):
                 raise TypeError(f"Kernels: {name} is {value!r}; accepted are None and a function")
+        if self.total is not None and self.blocks == "fused":
+            raise ValueError("Kernels: total is a function; accepted with fused blocks is None")
 
     @property
     def may_fuse(self) -> bool:
         """Whether one token each may go through fused blocks, where there are any."""
-        return self.blocks == "fused" or not (self.blocks or self.operator or self.layers)
+        separate = self.blocks or self.operator or self.layers or self.total
+        return self.blocks == "fused" or not separate
 
     def of_call(self, what: str, shape: tuple[Any, ...], has_fused: bool) -> "Kernels":
         """Those for tokens of `shape`, [B, T] or [B], of which `blocks` is None only where they may
@@ -72,7 +82,7 @@ class Kernels:
           ValueError: the call has no such kernels.
         """
         if not all(isinstance(size, int) for size in shape):
-            functions = {name: getattr(self, name) for name in ("wkv", "gather", "embed")}
+            functions = {name: getattr(self, name) for name in _FUNCTIONS}
             found = dataclasses.replace(_NAMED["reference"], **functions)
             if any(x not in (None, getattr(found, name)) for name, x in vars(self).items()):
                 raise ValueError(

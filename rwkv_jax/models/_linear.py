@@ -11,6 +11,7 @@ from jaxtyping import Float, Float32, Int
 
 from rwkv_jax import layers as functions
 from rwkv_jax.layers.low_rank import ACTIVATIONS
+from rwkv_jax.layers.projected_read_out import of_read_out
 from rwkv_jax.models import _mesh, _recomputation, _row_product
 
 
@@ -89,17 +90,45 @@ def _product(x: Array, matrix: Array, scale: Array | None, dtype: Any, **options
 
 def linear(params: AnyWeight, x: Float[Array, "*shape inputs"]) -> Float[Array, "*shape outputs"]:
     """The linear map in the dtype of `x`, with any weight."""
-    return _recomputation.product(_linear(params, x))
-
-
-def _linear(params: AnyWeight, x: Array) -> Array:
     if isinstance(params, Adapted):
-        inputs = x if params.dropout is None else params.dropout.of(x)
-        low = _linear(Weight(params.lora_B), _linear(Weight(params.lora_A), inputs))
-        return _linear(params.base, x) + low
-    by_output = isinstance(params, Weight)
-    matrix = params.weight if by_output else params.by_input
-    return _product(x, matrix, params.scale, x.dtype, by_output=by_output)
+        # Makes one step of the backward pass of both gradients. Otherwise the compiler may compute
+        # the matrices' long after the tokens', and keep what it needs of many blocks until then.
+        x, first = lax.optimization_barrier((x, params.lora_A))
+        params = params._replace(lora_A=first)
+    return _with_low_rank(params, _of_inputs(params, x))
+
+
+def _of_inputs(params: AnyWeight, x: Array) -> tuple[Array, ...]:
+    """The products of `x` in a linear map: W x, and A x if there is a low-rank part."""
+    if not isinstance(params, Adapted):
+        by_output = isinstance(params, Weight)
+        matrix = params.weight if by_output else params.by_input
+        return (_product(x, matrix, params.scale, x.dtype, by_output=by_output),)
+    inputs = x if params.dropout is None else params.dropout.of(x)
+    # On a GPU XLA makes one product of two with the same operand. It would copy W beside A for
+    # that, and in the backward pass W beside B.
+    inputs = lax.optimization_barrier(inputs)
+    return *_of_inputs(params.base, x), *_of_inputs(Weight(params.lora_A), inputs)
+
+
+def _with_low_rank(params: AnyWeight, products: tuple[Array, ...]) -> Array:
+    """The linear map from what `_of_inputs` gives."""
+    y, *hidden = products
+    if isinstance(params, Adapted):
+        both = _recomputation.product(hidden[0]), params.lora_B
+        hidden, second = lax.optimization_barrier(both)
+        (low,) = _of_inputs(Weight(second), hidden)
+        y += lax.optimization_barrier(low)
+    return _recomputation.product(y)
+
+
+def projected_read_out(
+    params: AnyWeight, of_heads: Sequence[Array], layers: str | None
+) -> Float[Array, "B T C"]:
+    """The linear map of `read_out(*of_heads)` for sequences, which keeps nothing between the two.
+    `layers` is that of the model."""
+    products = of_read_out(_of_inputs, params, *of_heads, implementation=layers)
+    return _with_low_rank(params, products)
 
 
 def low_rank(

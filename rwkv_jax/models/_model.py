@@ -171,7 +171,8 @@ class Generation:
             `recompute` are wrong; `state` is not one of this model and this number of rows; `dtype`
             is not float32, bfloat16 or float16; `kernels` is none of those accepted; blocks are to
             be fused where there are no such kernels; or sizes are symbolic and kernels are asked
-            for that need numbers; or `kernels` has `gather` or `embed` and the model is RWKV-7a.
+            for that need numbers; or the model is RWKV-7a and `kernels` has `gather`, `embed` or
+            `total`.
           NotImplementedError: the kernels cannot run the call.
         """
         params, kernels = self.checked(params), chosen(self.name, kernels)
@@ -182,10 +183,10 @@ class Generation:
         dtype, rows = _parameters.floating(self.name, dtype), tokens.shape[0]
         _arguments.check_state(self.name, self.initial_state, params, state, rows, dtype)
         kernels = kernels.of_call(self.name, tokens.shape, self.step_block is not None)
-        if has_tables(params) and (kernels.gather or kernels.embed):
+        if has_tables(params) and (kernels.gather or kernels.embed or kernels.total):
             raise ValueError(
-                f"{self.name}: kernels has gather or embed, and params has tables for tokens "
-                "(DeepEmbed); accepted with them is None"
+                f"{self.name}: kernels has gather, embed or total, and params has tables for "
+                "tokens (DeepEmbed); accepted with them is None"
             )
         tokens = jnp.asarray(tokens)
         operands = (params, tokens, state, segment_ids)
@@ -410,5 +411,11 @@ def _mixings(
 ) -> tuple[Array, Any, BlockState]:
     """`_block` after the normalisation of the embedding."""
     x, dx, att, of_first = generation.mix_tokens(p.att, p.ln1, x, s.att, of_first, options)
-    x, dx, ffn = generation.mix_channels(p.ffn, p.ln2, add(x, dx), s.ffn, options)
-    return add(x, dx), of_first, BlockState(att, ffn)
+    after = functools.partial(_after, options.kernels.total)
+    x, dx, ffn = generation.mix_channels(p.ffn, p.ln2, after(x, dx), s.ffn, options)
+    return after(x, dx), of_first, BlockState(att, ffn)
+
+
+def _after(total: Callable[[Array], Array] | None, x: Array, dx: Array) -> Array:
+    """The activations after a mixing of `x` that has given `dx`, perhaps on one of many devices."""
+    return add(x, dx if total is None else _recomputation.product(total(dx)))

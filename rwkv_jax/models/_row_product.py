@@ -100,10 +100,10 @@ def _by_compiler(
     if x.ndim == 2:
         # Depends on the row, so that no loop over tokens starts by making the weights wide.
         weight, x = lax.optimization_barrier((weight, x))
-    outputs, groups = scale.shape
-    if groups == 1:
-        y = jnp.einsum(letters, x, weight.astype(x.dtype), preferred_element_type=jnp.float32)
-        return (y * scale.reshape((1,) * (y.ndim - 1) + (outputs,))).astype(dtype)
+        if scale.shape[1] == 1:
+            y = jnp.einsum(letters, x, weight.astype(x.dtype), preferred_element_type=jnp.float32)
+            return (y * scale.reshape(1, -1)).astype(dtype)
+    # Scaled results would need a product of float32 in the backward pass.
     matrix = wide(weight if by_output else weight.T, scale).astype(x.dtype)
     return jnp.einsum("...i,oi->...o", x, matrix, preferred_element_type=dtype)
 

@@ -388,7 +388,7 @@ def _each_map(axes: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-_OF_MAP = {"first": "CR", "second": "RC", "offset": "C"}
+_OF_MAP = {"first": "CR", "second": "RD", "offset": "D"}
 
 LAYER_FUNCTIONS = ELEMENTWISE | {
     "projected_read_out": LayerFunction(
@@ -414,13 +414,13 @@ LAYER_FUNCTIONS = ELEMENTWISE | {
     ),
     "low_rank": LayerFunction(
         *(functools.partial(layers.low_rank, activation="tanh"), low_rank),
-        *({"x": "BTC"}, {}, {"y": "BTC"}),
+        *({"x": "BTC"}, {}, {"y": "BTD"}),
         matrices=_OF_MAP,
         ceiling=_products,
     ),
     "low_rank_maps": LayerFunction(
         *(_call_low_rank_maps, low_rank_maps, _each_map({"x": "BTC"}), {}),
-        _each_map({"y": "BTC"}),
+        _each_map({"y": "BTD"}),
         matrices=_each_map(_OF_MAP),
         ceiling=_products,
         public=lambda name: f"maps[{name[-1]}].{name[:-1]}",

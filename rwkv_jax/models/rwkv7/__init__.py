@@ -55,7 +55,6 @@ from rwkv_jax import _typing
 from rwkv_jax.layers import (
     LowRankMap,
     keyed_wkv7,
-    projected_read_out,
     read_out,
     relu_squared,
     value_residual,
@@ -78,9 +77,9 @@ from rwkv_jax.models._linear import (
     Weight,
     WeightByInput,
     embed,
-    is_plain,
     linear,
     low_rank_maps,
+    projected_read_out,
 )
 from rwkv_jax.models._model import Generation
 from rwkv_jax.models._normalisation import Norm, layer_norm
@@ -250,7 +249,7 @@ def mix_tokens(
     norm: Norm | None,
     x: Float[Array, "B *T C"],
     state: TimeMixState | None,
-    v_first: Float[Array, "B *T C"] | None,
+    v_first: Float[Array, "B *T inner"] | None,
     options: Options,
 ) -> tuple[Array, Array, TimeMixState, Array]:
     """The time mixing, as `Generation` describes it."""
@@ -275,6 +274,8 @@ def mix_tokens(
     r, k, v, w, rate, gate, *shares = map(_tokens_of_heads(params), (*of_inputs, *of_maps))
 
     heads = _parameters_of_heads(params)
+    # One of many devices may have fewer channels here than x.
+    inner = (*x.shape[:-1], params.r_k.size)
     if params.v0 is None or not shares:
         v_first, v_again = v, v
     elif v_first is None:
@@ -303,12 +304,11 @@ def mix_tokens(
         *(y[:, None] if single else y, bonus, v_again, gate),
         *(heads(params.ln_x.weight), heads(params.ln_x.bias)),
     )
-    if not single and is_plain(p.output):
-        y = projected_read_out(*of_heads, p.output.weight, implementation=layers)
-        y = _recomputation.product(y)
+    if single:
+        y = linear(p.output, read_out(*of_heads, implementation=layers).reshape(inner))
     else:
-        y = linear(p.output, read_out(*of_heads, implementation=layers).reshape(x.shape))
-    return x, y, TimeMixState(shift, last), v_first.reshape(x.shape)
+        y = projected_read_out(p.output, of_heads, layers)
+    return x, y, TimeMixState(shift, last), v_first.reshape(inner)
 
 
 def _tokens_of_heads(params: TimeMixParams) -> Callable[[Array], Array]:
