@@ -12,15 +12,22 @@ import jax
 
 
 def parts(tree: Any) -> list[Any]:
-    """The parts of a tree, of which each one has the scalars. What is not in blocks is else in the
-    first part alone."""
-    leaves = jax.tree.leaves(tree, is_leaf=_has_blocks)
-    count = max((len(x.blocks) for x in leaves if _has_blocks(x)), default=0)
-    return [_without_blocks(tree), *(_block(tree, i) for i in range(count))]
+    """The parts of a tree, of which each one has the scalars, and the first one alone what else is
+    not in blocks. A tree whose blocks have no arrays is one part."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=_has_blocks)
+    count = max((len(x.blocks) for x in leaves if _has_blocks(x) and _has_arrays(x)), default=0)
+    if not count:
+        return [tree]
+    found = [[x._replace(blocks=()) if _has_blocks(x) else x for x in leaves]]
+    kept = [x if _has_blocks(x) or x.ndim == 0 else None for x in leaves]
+    found += [[_block(x, i) if _has_blocks(x) else x for x in kept] for i in range(count)]
+    return [jax.tree.unflatten(structure, x) for x in found]
 
 
 def joined(parts: Sequence[Any]) -> Any:
     """The tree of these parts."""
+    if len(parts) == 1:
+        return parts[0]
     return jax.tree.map(_joined, *parts, is_leaf=_has_blocks)
 
 
@@ -28,20 +35,12 @@ def _has_blocks(x: Any) -> bool:
     return isinstance(getattr(x, "blocks", None), tuple)
 
 
-def _without_blocks(tree: Any) -> Any:
-    return jax.tree.map(
-        lambda x: x._replace(blocks=()) if _has_blocks(x) else x, tree, is_leaf=_has_blocks
-    )
+def _has_arrays(x: Any) -> bool:
+    return bool(jax.tree.leaves(x.blocks))
 
 
-def _block(tree: Any, number: int) -> Any:
-    def cut(x: Any) -> Any:
-        if _has_blocks(x):
-            alone = dict.fromkeys(x._fields)
-            return x._replace(**alone | {"blocks": (x.blocks[number],)})
-        return x if x.ndim == 0 else None
-
-    return jax.tree.map(cut, tree, is_leaf=_has_blocks)
+def _block(x: Any, number: int) -> Any:
+    return x._replace(**dict.fromkeys(x._fields) | {"blocks": (x.blocks[number],)})
 
 
 def _joined(rest: Any, *blocks: Any) -> Any:

@@ -49,8 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     compilation.draw_by_kernel()
     start.part("import")
     processes.connect(args.coordinator, args.processes, args.process)
-    # GPUs take seconds to start, in which the data are read.
-    steps.in_thread(jax.devices)
+    # GPUs take seconds to start and to give memory, in which the data are read.
+    steps.in_thread(lambda: [jax.device_put(0, x) for x in jax.local_devices()])
     shown = sys.stdout if processes.is_first() else None
     reserved = contextlib.nullcontext(0) if args.dry_run else outputs.reserved(args)
     with contextlib.redirect_stdout(shown), reserved as saved, processes.watched(args.out):
