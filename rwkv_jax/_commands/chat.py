@@ -77,8 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--template",
         metavar="FILE",
-        help="a Jinja template of conversations (default: that in the folder MODEL); none for the "
-        "format of the World and G1 models",
+        help="a Jinja template of conversations (default: that in the folder of the adapter or of "
+        "MODEL); none for the format of the World and G1 models",
     )
     add_tokenizer(parser)
     add_dtype(parser, "dtype of weights and activations (default: float32)", "float32")
@@ -121,6 +121,8 @@ def _form(arguments: argparse.Namespace) -> Form:
     """
     tools = [] if arguments.tools is None else _tools(_files.expanded(arguments.tools))
     path = arguments.template
+    if path is None and arguments.adapter is not None:
+        path = template_in(arguments.adapter)
     if path is None:
         path = template_in(arguments.model)
     if path is None or path == "none":

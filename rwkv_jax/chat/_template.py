@@ -57,7 +57,7 @@ class Template:
         if not isinstance(think, bool):
             raise TypeError(f"Template: think is {think!r}; accepted are True and False")
         self._path = _files.expanded(path)
-        self._template = _compiled(self._path, _source(self._path))
+        self._template = _compiled(self._path, source_of(self._path))
         self._options = {
             "tools": list(tools) or None,
             "enable_thinking": think,
@@ -124,7 +124,8 @@ def template_in(folder: str | os.PathLike[str]) -> Path | None:
     return config if config.is_file() and _in_config(config) is not None else None
 
 
-def _source(path: Path) -> str:
+def source_of(path: Path) -> str:
+    """The template in a file or a folder."""
     if path.is_dir():
         found = template_in(path)
         if found is None:
