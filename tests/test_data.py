@@ -175,6 +175,32 @@ def test_answers(
 
 
 @pytest.mark.quick
+def test_special_tokens_of_a_template(tmp_path: Path, tokenizer: tokenizers.Tokenizer) -> None:
+    """They are the token for the end of a text, which no message can have."""
+    pytest.importorskip("jinja2")
+    (tmp_path / "chat_template.jinja").write_text(
+        "{{ bos_token }}{% for m in messages %}{{ m.role + ': ' + m.content }}"
+        "{{ '<|rwkv_tokenizer_end_of_text|>' if m.role == 'assistant' else '\n\n' }}{% endfor %}"
+        "{{ 'assistant:' if add_generation_prompt }}"
+    )
+    form = chat.Template(tmp_path)
+    assert form.stop == ()
+    talk = [{"role": "user", "content": "<|endoftext|>"}, TALK[2]]
+    document = data.JsonLines(lines(tmp_path / "a", {"messages": talk}), tokenizer, form=form)[0]
+    prompt = [0, *tokenizer.encode("user: <|endoftext|>\n\nassistant:")]
+    answer = [*tokenizer.encode(" fine."), 0]
+    assert document.tokens.tolist() == [*prompt, *answer]
+    assert document.counts.tolist() == [False] * len(prompt) + [True] * len(answer)
+    asked = form.render(talk[:1])
+    assert form.tokenizer(tokenizer).encode(asked) == prompt
+    assert form.tokenizer(tokenizers.load("bytes")).encode(asked) == [
+        *b"user: <|endoftext|>\n\nassistant:"
+    ]
+    with pytest.raises(UnicodeEncodeError, match="surrogates not allowed"):
+        tokenizer.encode(asked)
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("line", "message"),
     [

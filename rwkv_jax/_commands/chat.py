@@ -94,6 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.session is not None and isinstance(form, Template):
         raise ValueError("--session with a template; accepted is --template none")
     model, seed = TextModel(arguments), seed_of(arguments)
+    model.tokenizer = form.tokenizer(model.tokenizer)
     conversation = Conversation(model, form, arguments.system, arguments.tokens, seed)
     if arguments.session is not None and _files.expanded(arguments.session).exists():
         conversation.load(arguments.session)

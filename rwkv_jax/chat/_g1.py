@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from rwkv_jax._operator import check
 from rwkv_jax.chat._messages import Message, checked, in_json, parsed
+from rwkv_jax.tokenizers import Tokenizer
 
 Think: TypeAlias = Literal["off", "fast", "on", "short", "long"]
 
@@ -66,6 +67,10 @@ class G1:
     def reply(self, text: str) -> str:
         """The content of a message of the assistant, from what the model wrote after `render`."""
         return self.opening + text
+
+    def tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
+        """The tokenizer of what `render` returns, which has no special tokens: `tokenizer`."""
+        return tokenizer
 
     def render(self, messages: Sequence[Message], *, answer: bool = True) -> str:
         """The text of a conversation.

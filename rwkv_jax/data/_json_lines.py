@@ -35,7 +35,8 @@ class JsonLines:
     """
 
     def __init__(self, paths: Paths, tokenizer: Tokenizer, *, form: G1 | Template | None = None):
-        self._tokenizer, self._form = tokenizer, G1() if form is None else form
+        self._form = G1() if form is None else form
+        self._tokenizer = self._form.tokenizer(tokenizer)
         self._ranges = Ranges(paths, lines)
 
     def __len__(self) -> int:

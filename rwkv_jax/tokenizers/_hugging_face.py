@@ -6,15 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from rwkv_jax import _files
-from rwkv_jax.tokenizers._tokenizer import Tokenizer
+from rwkv_jax.tokenizers._tokenizer import END_OF_TEXT, Tokenizer
 from rwkv_jax.tokenizers._word_level import longest_words
 from rwkv_jax.tokenizers._world import encoder
 
 _LARGEST_FILE = 2**25
 """The most bytes of a file, all of which the package parses before it can be refused."""
-
-END_OF_TEXT = ("<|endoftext|>", "<|rwkv_tokenizer_end_of_text|>")
-"""The names of the token after the end of a document."""
 
 _CHARACTERS = (*range(0x800), *range(0x800, 0xD800, 0x800), *range(0x10000, 0x110000, 0x10000))
 _PROBES = ("".join(map(chr, _CHARACTERS)), " \n ")

@@ -3,7 +3,8 @@
 import json
 from pathlib import Path
 
-from rwkv_jax.tokenizers._hugging_face import END_OF_TEXT, alphabet_of_bytes
+from rwkv_jax.tokenizers._hugging_face import alphabet_of_bytes
+from rwkv_jax.tokenizers._tokenizer import END_OF_TEXT
 from rwkv_jax.tokenizers._word_level import description
 from rwkv_jax.tokenizers._world import END_OF_TEXT as END
 from rwkv_jax.tokenizers._world import published, read
