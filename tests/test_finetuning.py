@@ -488,6 +488,6 @@ def test_a_file_of_rwkv_peft(tmp_path: Path, command: Command) -> None:
     for message in (
         "lora_B of blocks.0.att.key is [24, 4]; expected is [24, 3]",
         "'ln_out.bias' is [3]; expected is [24]",
-        "'head.x' is [1]; no parameter has this name",
+        "'head.x' is [1]; no parameter of floats has this name",
     ):
         assert message in error

@@ -19,7 +19,7 @@ from rwkv_jax.finetuning._files import by_matrix, check_shapes, in_order
 from rwkv_jax.models import _parameters
 from rwkv_jax.models._checkpoints import files
 from rwkv_jax.models._checkpoints.names import official_name
-from rwkv_jax.models._checkpoints.tensors import Tensor, described, quoted
+from rwkv_jax.models._checkpoints.tensors import FLOATS, Tensor, described, quoted
 from rwkv_jax.models._trees import Params
 
 _TENSOR = re.compile(r"(.+)\.(lora_[AB])")
@@ -58,19 +58,21 @@ def load_rwkv_peft(
     alpha, _ = numbers(what, alpha, 0.0)
     sizes = matrices(what, params)
     found, others, wrong = by_matrix(_TENSOR, files.read(path), sizes)
-    ranks = [len(x["lora_A"].array) for x in found.values() if "lora_A" in x]
-    shapes = {name: x.shape for name, x in _parameters.names(params).items()}
+    rank = next((n for x in found.values() if "lora_A" in x for n in x["lora_A"].array.shape), 0)
+    shapes = {name: x.shape for name, x in _parameters.names(params).items() if x.dtype != jnp.int8}
     replaced: dict[str, Tensor] = {}
     for given, x in others.items():
-        name = official_name(given)
+        name, what = official_name(given), f"{quoted(given)} is {x.described()}"
+        shape = shapes.get(name, ())
         if name not in shapes or name in replaced:
-            wrong.append(f"{quoted(given)} is {x.described()}; no parameter has this name")
-        elif x.array.shape not in (shapes[name], (1, 1, *shapes[name])):
-            expected = described(shapes[name])
-            wrong.append(f"{quoted(given)} is {x.described()}; expected is {expected}")
+            wrong.append(f"{what}; no parameter of floats has this name")
+        elif x.array.shape not in (shape, (1, 1, *shape)):
+            wrong.append(f"{what}; expected is {described(shape)}")
+        elif x.array.dtype not in FLOATS.values():
+            wrong.append(f"{what} of {x.array.dtype}; expected is one of {', '.join(FLOATS)}")
         else:
             replaced[name] = x
-    check_shapes(str(path), found, sizes, ranks[0] if ranks else 0, wrong)
+    check_shapes(str(path), found, sizes, rank, wrong)
 
     def of_file(key: KeyPath, x: Array) -> Array:
         tensor = replaced.get(_parameters.name(key))
