@@ -170,6 +170,9 @@ def test_answers(
     path = lines(tmp_path / "a", {"messages": messages})
     document = data.JsonLines(path, tokenizer, form=form)[0]
     assert texts(tokenizer, document) == expected
+    if isinstance(form, chat.G1) and form.tools:
+        path = lines(tmp_path / "b", {"messages": messages, "tools": form.tools})
+        assert texts(tokenizer, data.JsonLines(path, tokenizer)[0]) == expected
     assert document.tokens[-1] == 0
     assert bool(document.counts[-1]) == (messages[-1]["role"] == "assistant")
 
@@ -220,10 +223,14 @@ def test_special_tokens_of_a_template(tmp_path: Path, tokenizer: tokenizers.Toke
         ({"messages": [{"role": "bot", "content": ""}]}, "message 1 has the role 'bot'; accepted"),
         ({"messages": [USER, {"role": "assistant"}]}, "message 2 has the content None"),
         ({"messages": ["x"]}, "message 1 is a str"),
-        ({"messages": TALK, "tools": [{}]}, "the line has tools; accepted are those of form"),
+        ({"messages": TALK, "tools": [{}]}, r"G1: tool 1 is \{\}; accepted is an object with the"),
+        (
+            {"messages": TALK, "tools": {"name": "f"}},
+            r"tools is \{'name': 'f'\}; accepted is a list",
+        ),
         (
             {"messages": [USER, CALLED, TALK[0]]},
-            "the conversation has tool calls; accepted is a form",
+            "the conversation has tool calls; accepted is a line with `tools`, or a form",
         ),
     ],
 )

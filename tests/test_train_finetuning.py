@@ -215,6 +215,16 @@ def test_base_of_an_adapter(train: ModuleType, base: Path, tmp_path: Path, train
     assert found["base_model_name_or_path"] == str(base if trained == "lora" else written)
 
 
+def test_tools(train: ModuleType, tmp_path: Path) -> None:
+    path, tools = tmp_path / "tools.json", [{"name": "f"}]
+    path.write_text(json.dumps(tools))
+    form = train.documents.form(train.options.parse([f"--tools={path}"]))
+    assert form.stop == chat.G1(tools=tools).stop
+    path.write_text("{}")
+    with pytest.raises(ValueError, match=r"tools\.json: the file is no JSON list of functions"):
+        train.documents.form(train.options.parse([f"--tools={path}"]))
+
+
 def test_results_of_a_folder(
     train: ModuleType, base: Path, tmp_path: Path, command: Command, monkeypatch: Any
 ) -> None:

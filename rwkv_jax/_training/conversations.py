@@ -7,6 +7,7 @@ from pathlib import Path
 from rwkv_jax import _files
 from rwkv_jax.chat import G1, Template, template_in
 from rwkv_jax.chat._template import FILE, source_of
+from rwkv_jax.chat._tools import read_tools
 
 
 def template(args: argparse.Namespace) -> Path | None:
@@ -22,7 +23,8 @@ def form(args: argparse.Namespace) -> G1 | Template:
     path = template(args)
     if path is None and args.template is None and args.model is not None:
         path = template_in(args.model)
-    return G1() if path is None else Template(path)
+    tools = [] if args.tools is None else read_tools(args.tools)
+    return G1(tools=tools) if path is None else Template(path, tools=tools)
 
 
 def write(args: argparse.Namespace, folder: Path) -> None:

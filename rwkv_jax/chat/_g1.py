@@ -53,6 +53,7 @@ class G1:
     def __init__(self, *, tools: Sequence[Mapping[str, Any]] = (), think: Think = "off"):
         check.choice("G1", "think", think, get_args(Think))
         self.tools = tuple(tools)
+        self._mode: Think = think
         self._tools = [_tool(number, tool) for number, tool in enumerate(tools, 1)]
         self._length = _LENGTH.get(think, "")
         self._think = _THINK.get(think, "<think")
@@ -71,6 +72,14 @@ class G1:
     def tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
         """The tokenizer of what `render` returns, which has no special tokens: `tokenizer`."""
         return tokenizer
+
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> "G1":
+        """The same format with other tools.
+
+        Raises:
+          ValueError: a tool has no name.
+        """
+        return G1(tools=tools, think=self._mode)
 
     def render(self, messages: Sequence[Message], *, answer: bool = True) -> str:
         """The text of a conversation.

@@ -1,5 +1,6 @@
 """The format that a Jinja template says, as Hugging Face has it in the folders of models."""
 
+import copy
 import json
 import os
 import secrets
@@ -97,6 +98,12 @@ class Template:
     def tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
         """The tokenizer of what `render` returns, from that of other text."""
         return Marked(tokenizer, self._end)
+
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> "Template":
+        """The same template with other tools."""
+        other = copy.copy(self)
+        other._options = self._options | {"tools": list(tools) or None}
+        return other
 
     def render(self, messages: Sequence[Message], *, answer: bool = True) -> str:
         """The text of a conversation.
