@@ -21,6 +21,7 @@ from rwkv_jax import _commands, evaluation, models, tokenizers
 from rwkv_jax._commands import doctor
 from support import checkpoints
 from support.commands import Command
+from support.disks import files_up_to
 from support.vocabularies import write_vocabulary
 
 
@@ -196,6 +197,11 @@ def test_convert(tmp_path: Path, command: Command) -> None:
     expected, found = (jax.tree.leaves(models.load(path).params) for path in (first, last))
     for x, y in zip(expected, found, strict=True):
         np.testing.assert_array_equal(x, y, strict=True)
+    full = tmp_path / "full"
+    with files_up_to(2**18):
+        error = command.refused("convert", first, full, "--names", "hf")
+    assert error == f"rwkv-jax convert: {full}/model.safetensors: File too large\n"
+    assert not list(full.iterdir())
     command("convert", first, last, "--force", "--dtype", "bfloat16")
     assert models.inspect(last).params.emb.weight.dtype == "bfloat16"
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rwkv_jax import tokenizers
-from rwkv_jax.tokenizers._writing import write_world
+from rwkv_jax.tokenizers._writing import world_files
 from support.vocabularies import write_vocabulary
 
 KINDS = ("world", "vocabulary.txt", "tokenizer.json", "bytes")
@@ -374,7 +374,8 @@ def test_a_vocabulary_written_for_hugging_face(tmp_path: Path) -> None:
     """Its package and this one make the tokens of the vocabulary of the file."""
     words = ["the", "the end", "  ", "(a|b)*", "\\n", "世界", "界 "]
     vocabulary = write_vocabulary(tmp_path / "vocabulary.txt", words)
-    write_world(tmp_path, vocabulary)
+    for name, content in world_files(vocabulary).items():
+        (tmp_path / name).write_bytes(content)
     made = hugging_face.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     made.encode_special_tokens = True
     expected, found = (tokenizers.load(tmp_path / x) for x in (vocabulary, "tokenizer.json"))

@@ -10,12 +10,11 @@ from rwkv_jax.tokenizers._world import END_OF_TEXT as END
 from rwkv_jax.tokenizers._world import published, read
 
 
-def write_world(folder: Path, vocabulary: Path | None = None) -> None:
-    """Write `tokenizer.json`, of which the package `tokenizers` makes the same tokens, and the
-    `tokenizer_config.json` that transformers reads beside it.
+def world_files(vocabulary: Path | None = None) -> dict[str, bytes]:
+    """The content of `tokenizer.json`, of which the package `tokenizers` makes the same tokens, and
+    of the `tokenizer_config.json` that transformers reads beside it.
 
     Args:
-      folder: the folder.
       vocabulary: the file of the vocabulary; the published one if None.
 
     Raises:
@@ -26,5 +25,5 @@ def write_world(folder: Path, vocabulary: Path | None = None) -> None:
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "split_special_tokens": True}
     config |= {f"{name}_token": end for name in ("bos", "eos", "pad", "unk")}
     config |= {"clean_up_tokenization_spaces": False}
-    for name, content in {"tokenizer.json": made, "tokenizer_config.json": config}.items():
-        (folder / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+    found = {"tokenizer.json": made, "tokenizer_config.json": config}
+    return {name: json.dumps(x, ensure_ascii=False).encode() for name, x in found.items()}

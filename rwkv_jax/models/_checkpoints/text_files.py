@@ -6,8 +6,9 @@ import shutil
 from pathlib import Path
 
 from rwkv_jax.models._checkpoints import config
+from rwkv_jax.models._checkpoints.writing import replacing
 from rwkv_jax.tokenizers._world import FILE, VOCABULARY
-from rwkv_jax.tokenizers._writing import write_world
+from rwkv_jax.tokenizers._writing import world_files
 
 NAMES = (
     "tokenizer.json",
@@ -45,4 +46,6 @@ def add_tokenizer(folder: Path, vocabulary: int) -> None:
     known = (folder / name for name in ("tokenizer.json", FILE))
     if vocabulary == VOCABULARY and not any(x.is_file() for x in known):
         with contextlib.suppress(ImportError):
-            write_world(folder)
+            for name, content in world_files().items():
+                with replacing(folder / name) as file:
+                    file.write(content)
