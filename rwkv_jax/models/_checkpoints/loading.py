@@ -239,8 +239,7 @@ def load_state(
       TypeError: `dtype` is no dtype that activations can have.
     """
     dtype = _parameters.floating("load_state", dtype)
-    tensors = by_official_name(files.read(path))
-    tensors = {name: x for name, x in tensors.items() if TIME_STATE.fullmatch(name)}
+    tensors = tuned_states(path)
     layout = layout_of("load_state", _parameters.names(params))
     module = layout.module
     if layout.heads is None:
@@ -260,6 +259,16 @@ def load_state(
         for name, block in zip(wanted, state, strict=True)
     )
     return module.stacked(tuned) if isinstance(params.blocks, Stacked) else tuned
+
+
+def tuned_states(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """The tuned states in a file or a folder by their official names, whatever their shapes.
+
+    Raises:
+      FileNotFoundError, ValueError: as `load_state` raises them for the file.
+    """
+    tensors = by_official_name(files.read(path))
+    return {name: x for name, x in tensors.items() if TIME_STATE.fullmatch(name)}
 
 
 def _of_rows(x: Tensor, batch: int) -> Array:

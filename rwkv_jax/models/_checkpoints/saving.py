@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
+from jax import Array
+
 from rwkv_jax import _files
 from rwkv_jax._operator import check
 from rwkv_jax.models import _parameters
@@ -178,7 +180,12 @@ def save_state(path: str | os.PathLike[str], state: Any) -> None:
     writing.check_arrays("save_state", arrays)
     if rows := {len(x) for x in arrays.values()} - {1}:
         raise ValueError(f"save_state: state has {rows.pop()} rows; accepted is one")
-    _FORMATS[path.suffix](path, {name: Stored(x, x.shape[1:]) for name, x in arrays.items()})
+    save_tuned(path, {name: x[0] for name, x in arrays.items()})
+
+
+def save_tuned(path: Path, states: Mapping[str, Array]) -> None:
+    """Write tuned states by their official names, [H, V, K] each."""
+    _FORMATS[path.suffix](path, {name: Stored(x, x.shape) for name, x in states.items()})
 
 
 def _stored(name: str, x: Any) -> tuple[str, Stored]:
