@@ -239,16 +239,18 @@ def test_results_of_a_folder(
     options = ["--model=base", "--train=lora,ln_out.*", "--out=out", "--lora-rank=2"]
     args = train.options.parse(options)
     parts = train.prepare(args)[1]
-    for template in (None, "other.jinja", "none"):
+    Path("bytes.json").write_text("{}")
+    for template, args.tokenizer in ((None, None), ("other.jinja", "bytes.json"), ("none", None)):
         args.template = template
         train.outputs.save(args, parts, None)
-        line = train.outputs.command(args, 256, "bytes")
+        line = train.outputs.command(args, 256, args.tokenizer or "bytes")
         assert line == ["rwkv-jax", "generate", "out/model", "--adapter", "out/adapter"]
         jax.tree.map(np.testing.assert_array_equal, models.load("out/model").params, parts.params)
         found = chat.template_in("out/model")
         file = "chat_template.jinja"
         expected = {None: "tokenizer_config.json", "none": None, "other.jinja": file}
         assert (found and found.name) == expected[template]
+        assert Path("out/model/tokenizer.json").exists() == (args.tokenizer is not None)
         assert Path("out/adapter", file).exists() == (template == "other.jinja")
     error = command.refused("merge", "base", "out/adapter", "merged.pth")
     assert error == "rwkv-jax merge: OUT is merged.pth; accepted is a folder\n"

@@ -112,7 +112,7 @@ def results(args: argparse.Namespace) -> list[str]:
 def save(args: argparse.Namespace, result: parts.Parts, average: parts.Parts | None) -> None:
     """Write what of a model was trained, and its average if there is one, in place of what an
     earlier run has written, but for what this run began with."""
-    written = results(args)
+    written, beside = results(args), conversations.beside(args)
     others = {*MODEL, *AVERAGE, ADAPTER, STATES} - {*written}
     given = [_files.expanded(x) for x in (args.model, args.adapter, args.initial_state) if x]
     # --model may be a folder with one of these files.
@@ -132,12 +132,12 @@ def save(args: argparse.Namespace, result: parts.Parts, average: parts.Parts | N
             continue
         models.save(path, one.params, names=names or "official", source=args.model)
         if names:
-            conversations.write(args, path)
+            beside.write(path, tokenizer=True)
     if ADAPTER in written:
         names = "hf" if hasattr(result.params.blocks[0].att, "r_k") else "official"
         base = _model(args)
         finetuning.save_adapter(args.out / ADAPTER, result.adapter, names=names, base=base)
-        conversations.write(args, args.out / ADAPTER)
+        beside.write(args.out / ADAPTER, tokenizer=False)
     if STATES in written:
         models.save_state(args.out / STATES, result.initial_state(1, "float32"))
 
@@ -158,9 +158,12 @@ def command(args: argparse.Namespace, vocabulary: int, tokenizer: str | None) ->
         line += ["--adapter", str(args.out / ADAPTER)]
     if STATES in written:
         line += ["--initial-state", str(args.out / STATES)]
+    in_folder = _names_of_folder(args) is not None
+    if in_folder and conversations.beside(args).tokenizer:
+        return line
     usual = None
     with contextlib.suppress(ValueError):
         # A folder has the tokenizer of the one that it is made of.
-        checkpoint = model if _names_of_folder(args) is None else args.model
+        checkpoint = args.model if in_folder else model
         usual = tokenizers.for_vocabulary(vocabulary, checkpoint=checkpoint)
     return line if tokenizer in (None, usual) else [*line, "--tokenizer", tokenizer]
