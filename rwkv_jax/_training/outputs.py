@@ -40,7 +40,7 @@ def reserved(args: argparse.Namespace) -> Iterator[int]:
                 _lock(lock.enter_context(open(args.out / "lock", "a")), args.out)
                 tempfile.TemporaryFile(dir=args.out).close()
                 for name in _present(args.out, METRICS):
-                    if not (args.out / name).is_dir():
+                    if name not in (MODEL[1], AVERAGE[1], ADAPTER):
                         open(args.out / name, "r+b").close()
             if args.resume:
                 return checkpoints.newest(args.out)
