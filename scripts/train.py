@@ -11,11 +11,11 @@ Python's standard library, or finetunes a published one.
     python scripts/train.py --options run.toml   # options from a file, in TOML
     python scripts/train.py --dry-run            # sizes, memory and an estimate of the speed
 
-Writes to --out what was trained (model.safetensors; adapter, a folder of PEFT; state.pth),
-metrics.jsonl (a line for each step), log.json, loss.png and the last two checkpoints. A checkpoint
-has every array that is trained by its name, the options and the log, where the data goes on, and
-checksums of its files. A resumed run skips damaged checkpoints. One run at a time writes to a
-folder.
+Writes to --out what was trained (model.safetensors, or the folder model; adapter, a folder of PEFT;
+state.pth), metrics.jsonl (a line for each step), log.json, loss.png and the last two checkpoints. A
+checkpoint has every array that is trained by its name, the options and the log, where the data goes
+on, and checksums of its files. A resumed run skips damaged checkpoints. One run at a time writes to
+a folder.
 
 The axes of --mesh are data (rows of the batch; also parts of parameters and optimizer state), model
 (heads, inner channels and the vocabulary) and seq (consecutive parts of the context), the last one

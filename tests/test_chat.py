@@ -179,7 +179,8 @@ def test_template(tmp_path: Path, place: str) -> None:
     talk = [{"role": "user", "content": "a"}, {"role": "tool", "content": '{"x": "世"}'}]
     assert form.render(talk, answer=False) == said
     assert Template(path, think=True).render(talk) == said + "Assistant: <think"
-    assert Template(path, tools=[TOOL]).render([], answer=False) == json.dumps(TOOL)
+    for other in (Template(path, tools=[TOOL]), form.with_tools([TOOL])):
+        assert other.render([], answer=False) == json.dumps(TOOL)
     with pytest.raises(ValueError, match=r"the template fails: no system here$"):
         form.render([SYSTEM])
     with pytest.raises(ValueError, match="has the role 'bot'"):

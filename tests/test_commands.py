@@ -21,6 +21,7 @@ from rwkv_jax import _commands, evaluation, models, tokenizers
 from rwkv_jax._commands import doctor
 from support import checkpoints
 from support.commands import Command
+from support.disks import files_up_to
 from support.vocabularies import write_vocabulary
 
 
@@ -196,8 +197,30 @@ def test_convert(tmp_path: Path, command: Command) -> None:
     expected, found = (jax.tree.leaves(models.load(path).params) for path in (first, last))
     for x, y in zip(expected, found, strict=True):
         np.testing.assert_array_equal(x, y, strict=True)
+    full = tmp_path / "full"
+    with files_up_to(2**18):
+        error = command.refused("convert", first, full, "--names", "hf")
+    assert error == f"rwkv-jax convert: {full}/model.safetensors: File too large\n"
+    assert not list(full.iterdir())
     command("convert", first, last, "--force", "--dtype", "bfloat16")
     assert models.inspect(last).params.emb.weight.dtype == "bfloat16"
+
+
+def test_average(tmp_path: Path, command: Command) -> None:
+    """Of states, which are those of a model of the same sizes."""
+    model = checkpoints.write_model(tmp_path)
+    paths = {tmp_path / "a.pth": 1.0, tmp_path / "b.pth": 5.0}
+    names = [f"blocks.{i}.att.time_state" for i in range(2)]
+    for path, value in paths.items():
+        checkpoints.write_pth(path, {x: np.full((3, 8, 8), value, np.float32) for x in names})
+    (first, second), mean = paths, tmp_path / "mean.pth"
+    assert command("average", mean, f"{first}=3", second).out == f"{mean}: 2 states of 2 files\n"
+    for block in models.load_state(mean, models.inspect(model).params):
+        np.testing.assert_array_equal(block.att.wkv, np.full((1, 3, 8, 8), 2.0))
+    other = tmp_path / "other.pth"
+    assert "model.safetensors: the file has no tuned" in command.refused("average", other, model)
+    assert f"{first}=x, whose weight is 'x'" in command.refused("average", other, f"{first}=x")
+    assert "--force replaces it" in command.refused("average", mean, first)
 
 
 # With a model that is not there for those that load it first.

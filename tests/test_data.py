@@ -170,8 +170,37 @@ def test_answers(
     path = lines(tmp_path / "a", {"messages": messages})
     document = data.JsonLines(path, tokenizer, form=form)[0]
     assert texts(tokenizer, document) == expected
+    if isinstance(form, chat.G1) and form.tools:
+        path = lines(tmp_path / "b", {"messages": messages, "tools": form.tools})
+        assert texts(tokenizer, data.JsonLines(path, tokenizer)[0]) == expected
     assert document.tokens[-1] == 0
     assert bool(document.counts[-1]) == (messages[-1]["role"] == "assistant")
+
+
+@pytest.mark.quick
+def test_special_tokens_of_a_template(tmp_path: Path, tokenizer: tokenizers.Tokenizer) -> None:
+    """They are the token for the end of a text, which no message can have."""
+    pytest.importorskip("jinja2")
+    (tmp_path / "chat_template.jinja").write_text(
+        "{{ bos_token }}{% for m in messages %}{{ m.role + ': ' + m.content }}"
+        "{{ '<|rwkv_tokenizer_end_of_text|>' if m.role == 'assistant' else '\n\n' }}{% endfor %}"
+        "{{ 'assistant:' if add_generation_prompt }}"
+    )
+    form = chat.Template(tmp_path)
+    assert form.stop == ()
+    talk = [{"role": "user", "content": "<|endoftext|>"}, TALK[2]]
+    document = data.JsonLines(lines(tmp_path / "a", {"messages": talk}), tokenizer, form=form)[0]
+    prompt = [0, *tokenizer.encode("user: <|endoftext|>\n\nassistant:")]
+    answer = [*tokenizer.encode(" fine."), 0]
+    assert document.tokens.tolist() == [*prompt, *answer]
+    assert document.counts.tolist() == [False] * len(prompt) + [True] * len(answer)
+    asked = form.render(talk[:1])
+    assert form.tokenizer(tokenizer).encode(asked) == prompt
+    assert form.tokenizer(tokenizers.load("bytes")).encode(asked) == [
+        *b"user: <|endoftext|>\n\nassistant:"
+    ]
+    with pytest.raises(UnicodeEncodeError, match="surrogates not allowed"):
+        tokenizer.encode(asked)
 
 
 @pytest.mark.quick
@@ -194,10 +223,14 @@ def test_answers(
         ({"messages": [{"role": "bot", "content": ""}]}, "message 1 has the role 'bot'; accepted"),
         ({"messages": [USER, {"role": "assistant"}]}, "message 2 has the content None"),
         ({"messages": ["x"]}, "message 1 is a str"),
-        ({"messages": TALK, "tools": [{}]}, "the line has tools; accepted are those of form"),
+        ({"messages": TALK, "tools": [{}]}, r"G1: tool 1 is \{\}; accepted is an object with the"),
+        (
+            {"messages": TALK, "tools": {"name": "f"}},
+            r"tools is \{'name': 'f'\}; accepted is a list",
+        ),
         (
             {"messages": [USER, CALLED, TALK[0]]},
-            "the conversation has tool calls; accepted is a form",
+            "the conversation has tool calls; accepted is a line with `tools`, or a form",
         ),
     ],
 )

@@ -552,3 +552,37 @@ def test_command(tmp_path: Path, command: Command) -> None:
     assert error == f"rwkv-jax merge: {given[2]} exists; --force replaces it\n"
     error = command.refused("merge", model, tmp_path, tmp_path / "other.pth")
     assert error == f"rwkv-jax merge: {tmp_path}/adapter_config.json: No such file or directory\n"
+
+
+def test_a_file_of_rwkv_peft(tmp_path: Path, command: Command) -> None:
+    """Merged as its own script does it: alpha / rank, and what was trained beside the adapter in
+    place of what the model has."""
+    model = checkpoints.write_model(tmp_path)
+    params = models.load(model).params
+    adapter = adapter_of(params, targets=["att.key"])
+    file, merged = tmp_path / "rwkv-0.pth", tmp_path / "merged.pth"
+    beside = {"ln_out.bias": np.ones(24, np.float32), "blocks.1.att.x_r": np.ones((1, 1, 24))}
+    tensors = {name: x.astype(np.float32) for name, x in beside.items()}
+    for name, low in adapter.matrices.items():
+        tensors |= {f"{name}.{part}": np.asarray(x) for part, x in low._asdict().items()}
+    checkpoints.write_pth(file, tensors)
+    command("merge", model, file, merged, "--lora-alpha", 8)
+    found = rwkv7.names(models.load(merged).params)
+    expected = rwkv7.names(finetuning.merge(params, adapter))
+    for name, x in (expected | {name: y.reshape(-1) for name, y in beside.items()}).items():
+        np.testing.assert_array_equal(found[name], x, err_msg=name)
+    error = command.refused("merge", model, file, tmp_path / "other.pth")
+    assert "--lora-alpha is None; accepted is a file of RWKV-PEFT with --lora-alpha" in error
+    with pytest.raises(ValueError, match=r"is a file; .*`rwkv-jax merge MODEL FILE OUT --lora-al"):
+        finetuning.load_adapter(file, params)
+    wrong = {"ln_out.bias": np.ones(3, np.float32), "head.x": np.ones(1, np.float32)}
+    checkpoints.write_pth(
+        file, {**tensors, "blocks.0.att.key.lora_A": np.ones((3, 24), np.float32), **wrong}
+    )
+    error = command.refused("merge", model, file, tmp_path / "other.pth", "--lora-alpha", 8)
+    for message in (
+        "lora_B of blocks.0.att.key is [24, 4]; expected is [24, 3]",
+        "'ln_out.bias' is [3]; expected is [24]",
+        "'head.x' is [1]; no parameter of floats has this name",
+    ):
+        assert message in error

@@ -49,6 +49,10 @@ FLA_CONFIG = {
     "num_heads": 32,
     "norm_eps": 1e-5,
     "hidden_act": "sqrelu",
+    "hidden_ratio": 4.0,
+    "value_dim": [64, 64],
+    "norm_first": True,
+    "norm_bias": True,
     "decay_low_rank_dim": 7,
     "tie_word_embeddings": False,
     "attn": None,
@@ -289,6 +293,12 @@ def test_adapters(tmp_path: Path, name: str, alone: bool) -> None:
         ("hugging face", {"head_size": 32}, "head_size is 32, and the tensors have 64$"),
         ("hugging face", {"num_attention_heads": 2}, "num_attention_heads is 2, and the tensors"),
         ("hugging face", {"intermediate_size": 224}, "intermediate_size is 224, .* have 256$"),
+        ("hugging face", {"vocab_size": "37"}, "vocab_size is '37', and the tensors have 37$"),
+        ("fla", {"hidden_ratio": 8}, "intermediate_size is 512, and the tensors have 256$"),
+        ("fla", {"value_dim": [64, 128]}, r"value_dim is \[64, 128\], and the tensors have 64$"),
+        ("fla", {"norm_first": False}, "norm_first is False; accepted is True$"),
+        ("fla", {"norm_bias": False}, "norm_bias is False; accepted is True$"),
+        ("official", CONFIG | {"rescale_every": 6}, "rescale_every is 6, .*; accepted is 0, with"),
         ("hugging face", {"a_low_rank_dim": 6}, "a_low_rank_dim is 6, and the tensors have 5$"),
         ("hugging face", {"v_low_rank_dim": 5}, "v_low_rank_dim is 5, and the tensors have 3$"),
     ],
@@ -305,8 +315,8 @@ def test_configurations_that_are_not_those_of_the_tensors(
 
 @pytest.mark.quick
 def test_what_is_beside_official_names(tmp_path: Path) -> None:
-    """They are complete in themselves: a configuration, of whatever it is, is not looked at."""
+    """They are complete in themselves: a configuration of another model is not looked at."""
     tensors = checkpoints.rwkv7()
-    for content in (b"{", b'{"model_type": "llama"}'):
+    for content in (b"{", b'{"model_type": "llama"}', b'{"model_type": [1], "vocab_size": 3}'):
         (tmp_path / "config.json").write_bytes(content)
         assert_same(models.load(written(tmp_path, None, tensors)).params, tensors)

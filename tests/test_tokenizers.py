@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rwkv_jax import tokenizers
+from rwkv_jax.tokenizers._writing import world_files
 from support.vocabularies import write_vocabulary
 
 KINDS = ("world", "vocabulary.txt", "tokenizer.json", "bytes")
@@ -367,3 +368,19 @@ def test_missing_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     for name in ("world", write_tokenizer(tmp_path / "tokenizer.json")):
         with pytest.raises(ImportError, match=r"pip install 'rwkv-jax\[text\]'"):
             tokenizers.load(name)
+
+
+def test_a_vocabulary_written_for_hugging_face(tmp_path: Path) -> None:
+    """Its package and this one make the tokens of the vocabulary of the file."""
+    words = ["the", "the end", "  ", "(a|b)*", "\\n", "世界", "界 "]
+    vocabulary = write_vocabulary(tmp_path / "vocabulary.txt", words)
+    for name, content in world_files(vocabulary).items():
+        (tmp_path / name).write_bytes(content)
+    made = hugging_face.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    made.encode_special_tokens = True
+    expected, found = (tokenizers.load(tmp_path / x) for x in (vocabulary, "tokenizer.json"))
+    assert found.end_of_text == made.token_to_id("<|endoftext|>") == 0
+    for text in (TEXT, "", "<|endoftext|>", "the end", "the en (a|b)*\\n\\ 世界 界"):
+        tokens = expected.encode(text)
+        assert tokens == made.encode(text).ids == found.encode(text)
+        assert made.decode(tokens) == text

@@ -15,10 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rwkv_jax import _commands, finetuning, models
+from rwkv_jax import _commands, chat, finetuning, models
 from rwkv_jax.data import write_bin_idx
 from rwkv_jax.models import rwkv7
 from support import checkpoints
+from support.commands import Command
 from support.models import random_like, shapes_of
 from support.scripts import AtStep
 
@@ -215,6 +216,51 @@ def test_base_of_an_adapter(train: ModuleType, base: Path, tmp_path: Path, train
     found = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     written = tmp_path / "model.safetensors"
     assert found["base_model_name_or_path"] == str(base if trained == "lora" else written)
+
+
+def test_tools(train: ModuleType, tmp_path: Path) -> None:
+    path, tools = tmp_path / "tools.json", [{"name": "f"}]
+    path.write_text(json.dumps(tools))
+    form = train.documents.form(train.options.parse([f"--tools={path}"]))
+    assert form.stop == chat.G1(tools=tools).stop
+    path.write_text("{}")
+    with pytest.raises(ValueError, match=r"tools\.json: the file is no JSON list of functions"):
+        train.documents.form(train.options.parse([f"--tools={path}"]))
+
+
+def test_results_of_a_folder(
+    train: ModuleType, base: Path, tmp_path: Path, command: Command, monkeypatch: Any
+) -> None:
+    """They are folders too, also where the first block has no `ln0`, which no file can have. The
+    format of conversations goes with them."""
+    monkeypatch.chdir(tmp_path)
+    params = models.load(base).params
+    first = params.blocks[0]._replace(ln0=None)
+    models.save("base", params._replace(blocks=(first,)), names="hf")
+    Path("base/tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    Path("other.jinja").write_text("{{ messages | length }}")
+    options = ["--model=base", "--train=lora,ln_out.*", "--out=out", "--lora-rank=2"]
+    args = train.options.parse(options)
+    parts = train.prepare(args)[1]
+    Path("bytes.json").write_text("{}")
+    for template, args.tokenizer in ((None, None), ("other.jinja", "bytes.json"), ("none", None)):
+        args.template = template
+        train.outputs.save(args, parts, None)
+        line = train.outputs.command(args, 256, args.tokenizer or "bytes")
+        assert line == ["rwkv-jax", "generate", "out/model", "--adapter", "out/adapter"]
+        jax.tree.map(np.testing.assert_array_equal, models.load("out/model").params, parts.params)
+        found = chat.template_in("out/model")
+        file = "chat_template.jinja"
+        expected = {None: "tokenizer_config.json", "none": None, "other.jinja": file}
+        assert (found and found.name) == expected[template]
+        assert Path("out/model/tokenizer.json").exists() == (args.tokenizer is not None)
+        assert Path("out/adapter", file).exists() == (template == "other.jinja")
+    error = command.refused("merge", "base", "out/adapter", "merged.pth")
+    assert error == "rwkv-jax merge: OUT is merged.pth; accepted is a folder\n"
+    command("merge", "base", "out/adapter", "merged")
+    assert_same = functools.partial(jax.tree.map, np.testing.assert_array_equal)
+    assert_same(models.load("merged").params, models.load("base").params)
+    assert chat.template_in("merged") == Path("merged/tokenizer_config.json")
 
 
 @pytest.mark.slow

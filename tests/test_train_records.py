@@ -4,15 +4,13 @@ of options, and what is said before a run.
 The steps of most runs here compute nothing.
 """
 
-import contextlib
 import importlib
 import json
-import resource
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -24,6 +22,7 @@ import numpy as np
 import pytest
 
 from rwkv_jax import models
+from support.disks import files_up_to
 from support.scripts import AtStep
 from support.training import without_computing
 
@@ -201,17 +200,6 @@ def test_best_checkpoint(
     (out / "checkpoint.2" / "SHA256SUMS").unlink()
     assert run(*more, "--resume") == 0
     assert result() == 8
-
-
-@contextlib.contextmanager
-def files_up_to(size: int) -> Iterator[None]:
-    """To write more bytes of a file fails as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_full_disk(run: Run, out: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 
 import rwkv_jax
-from rwkv_jax._commands import chat, convert, doctor, eval, generate, inspect, merge, train
+from rwkv_jax._commands import average, chat, convert, doctor, eval, generate, inspect, merge, train
 
 PROGRAM = "rwkv-jax"
 
@@ -28,6 +28,7 @@ COMMANDS = {
     "inspect": inspect,
     "convert": convert,
     "merge": merge,
+    "average": average,
     "train": train,
     "eval": eval,
     "generate": generate,

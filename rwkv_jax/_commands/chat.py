@@ -4,10 +4,8 @@ a template says."""
 import argparse
 import contextlib
 import importlib
-import json
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, get_args
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, get_args
 
 from rwkv_jax import _files
 from rwkv_jax._commands.arguments import (
@@ -23,6 +21,7 @@ from rwkv_jax._commands.sampling import add_sampling, seed_of
 from rwkv_jax._commands.text_model import TextModel
 from rwkv_jax.chat import G1, Message, Template, template_in
 from rwkv_jax.chat._g1 import Think
+from rwkv_jax.chat._tools import read_tools
 
 if TYPE_CHECKING:
     from rwkv_jax.generation import Session, TextStream
@@ -37,7 +36,6 @@ EXAMPLES = (
 )
 
 _USER, _ASSISTANT = "User:", "Assistant:"
-_LARGEST_FILE = 2**20
 _HELP = """\
 /save FILE  write the conversation to a .safetensors file
 /load FILE  go on with the conversation in a file
@@ -77,8 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--template",
         metavar="FILE",
-        help="a Jinja template of conversations (default: that in the folder MODEL); none for the "
-        "format of the World and G1 models",
+        help="a Jinja template of conversations (default: that in the folder of the adapter or of "
+        "MODEL); none for the format of the World and G1 models",
     )
     add_tokenizer(parser)
     add_dtype(parser, "dtype of weights and activations (default: float32)", "float32")
@@ -94,6 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.session is not None and isinstance(form, Template):
         raise ValueError("--session with a template; accepted is --template none")
     model, seed = TextModel(arguments), seed_of(arguments)
+    model.tokenizer = form.tokenizer(model.tokenizer)
     conversation = Conversation(model, form, arguments.system, arguments.tokens, seed)
     if arguments.session is not None and _files.expanded(arguments.session).exists():
         conversation.load(arguments.session)
@@ -119,23 +118,15 @@ def _form(arguments: argparse.Namespace) -> Form:
     Raises:
       OSError, ImportError, ValueError: a file cannot be read or has no template or tools.
     """
-    tools = [] if arguments.tools is None else _tools(_files.expanded(arguments.tools))
+    tools = [] if arguments.tools is None else read_tools(arguments.tools)
     path = arguments.template
+    if path is None and arguments.adapter is not None:
+        path = template_in(arguments.adapter)
     if path is None:
         path = template_in(arguments.model)
     if path is None or path == "none":
         return G1(tools=tools, think=arguments.think)
     return Template(path, tools=tools, think=arguments.think not in ("off", "fast"))
-
-
-def _tools(path: Path) -> list[Any]:
-    try:
-        found = json.loads(_files.content(path, _LARGEST_FILE))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: the file is no valid JSON: {error}") from None
-    if not isinstance(found, list) or not found:
-        raise ValueError(f"{path}: the file is no JSON list of functions")
-    return found
 
 
 def _message() -> str | None:

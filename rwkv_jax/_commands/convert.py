@@ -1,8 +1,6 @@
 """`rwkv-jax convert`: a checkpoint in another form."""
 
 import argparse
-import shutil
-from pathlib import Path
 
 from rwkv_jax import _files
 from rwkv_jax._commands.arguments import add_dtype, add_model, positive
@@ -18,17 +16,6 @@ EXAMPLES = (
     "convert model.pth folder --names hf",
     "convert model.pth small.safetensors --quantize int8",
 )
-
-
-_OF_TOKENIZERS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "rwkv_vocab_v20230424.txt",
-    "chat_template.jinja",
-    "generation_config.json",
-)
-"""The files of a folder beside the model that text needs."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,18 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         params = source.params
         if arguments.quantize:
             params = models.quantize(params, group=arguments.group)
-        models.save(target, params, names=arguments.names)
-    if not endings:
-        _copy_tokenizer(_files.expanded(arguments.source), target)
+        models.save(target, params, names=arguments.names, source=arguments.source)
     size = sum(x.nbytes for x in jax.tree.leaves(params))
     print(f"{target}: {source.generation}, {count:,} parameters, {in_bytes(size)}")
     return 0
-
-
-def _copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy the files of the tokenizer, if `source` is a folder and not the target."""
-    if not source.is_dir() or target.samefile(source):
-        return
-    for name in _OF_TOKENIZERS:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)

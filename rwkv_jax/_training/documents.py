@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from rwkv_jax import _files, data, tokenizers
+from rwkv_jax._training.conversations import form
 from rwkv_jax._training.data import Batch, checksum_of, files
-from rwkv_jax.chat import G1, Template, template_in
 from rwkv_jax.data import Document, Source
 from rwkv_jax.tokenizers import Tokenizer
 
@@ -134,7 +134,7 @@ class _Opener:
             raise ValueError(f"--data: {path} has no files {self._args.pattern}")
         self.files += paths
         if path.suffix in (".jsonl", ".json", ".ndjson"):
-            return data.JsonLines(paths, tokenizer, form=_form(self._args))
+            return data.JsonLines(paths, tokenizer, form=form(self._args))
         return data.Text(paths, tokenizer, separator=self._args.separator)
 
 
@@ -175,14 +175,6 @@ def _tokenizer(args: argparse.Namespace, vocabulary: int) -> Tokenizer | None:
         except ValueError:
             return None
     return tokenizers.load(name, vocabulary)
-
-
-def _form(args: argparse.Namespace) -> G1 | Template:
-    """How conversations become text."""
-    path = args.template
-    if path is None and args.model is not None:
-        path = template_in(args.model)
-    return G1() if path is None or path == "none" else Template(path)
 
 
 def _split(source: Source, share: float) -> tuple[Source, Source]:

@@ -288,6 +288,13 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
         "one in the folder --model, if there is one",
     )
     add(
+        "--tools",
+        type=filled,
+        metavar="FILE",
+        help="a JSON list of the functions that messages may call, each with a name, a description "
+        "and parameters; a line with `tools` of its own has those",
+    )
+    add(
         "--task",
         choices=TASKS,
         help="questions and answers instead of --data: reverse, digits from the last to the first; "

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import IO
 
 from rwkv_jax import _files, finetuning, models, tokenizers
-from rwkv_jax._training import checkpoints, parts
+from rwkv_jax._training import checkpoints, conversations, parts
 from rwkv_jax._training.processes import by_first
+from rwkv_jax.models._checkpoints import saving, text_files
 
-MODEL, ADAPTER, STATES = "model.safetensors", "adapter", "state.pth"
-AVERAGE, LOG, PLOT = "ema.safetensors", "log.json", "loss.png"
-"""What a finished run has in its folder. The adapter is a folder of PEFT."""
+MODEL, AVERAGE = ("model.safetensors", "model"), ("ema.safetensors", "ema")
+ADAPTER, STATES, LOG, PLOT = "adapter", "state.pth", "log.json", "loss.png"
+"""What a finished run has in its folder. A model and its average are files or, where that of
+--model is a folder, folders. The adapter is a folder of PEFT."""
 
 METRICS = "metrics.jsonl"
 """A file of a run from its begin on."""
@@ -38,7 +40,7 @@ def reserved(args: argparse.Namespace) -> Iterator[int]:
                 _lock(lock.enter_context(open(args.out / "lock", "a")), args.out)
                 tempfile.TemporaryFile(dir=args.out).close()
                 for name in _present(args.out, METRICS):
-                    if name != ADAPTER:
+                    if name not in (MODEL[1], AVERAGE[1], ADAPTER):
                         open(args.out / name, "r+b").close()
             if args.resume:
                 return checkpoints.newest(args.out)
@@ -70,7 +72,7 @@ def _lock(file: IO[str], folder: Path) -> None:
 
 def _present(folder: Path, *more: str) -> list[str]:
     """The files of a finished run in the folder, and those of `more`."""
-    names = (MODEL, AVERAGE, ADAPTER, STATES, LOG, PLOT, *more)
+    names = (*MODEL, *AVERAGE, ADAPTER, STATES, LOG, PLOT, *more)
     return [name for name in names if (folder / name).exists()]
 
 
@@ -83,12 +85,24 @@ def _check_empty(folder: Path) -> None:
         )
 
 
+def _names_of_folder(args: argparse.Namespace) -> saving.Names | None:
+    """The names by which the model that a run writes is a folder; None if it is a file, or the run
+    writes none."""
+    if not args.model or not parts.patterns(args.train):
+        return None
+    form = models.inspect(args.model).params
+    whole = text_files.is_folder_of_model(_files.expanded(args.model))
+    wanted = whole or saving.needs_folder(form) or conversations.template(args) is not None
+    return saving.names_of_folder(args.model, form) if wanted else None
+
+
 def results(args: argparse.Namespace) -> list[str]:
     """What of a model a run writes."""
     named = parts.targets(args.train)
+    in_folder = _names_of_folder(args) is not None
     found = {
-        MODEL: bool(parts.patterns(args.train)),
-        AVERAGE: args.ema is not None,
+        MODEL[in_folder]: bool(parts.patterns(args.train)),
+        AVERAGE[in_folder]: args.ema is not None,
         ADAPTER: parts.LORA in named,
         STATES: parts.STATES in named,
     }
@@ -98,39 +112,58 @@ def results(args: argparse.Namespace) -> list[str]:
 def save(args: argparse.Namespace, result: parts.Parts, average: parts.Parts | None) -> None:
     """Write what of a model was trained, and its average if there is one, in place of what an
     earlier run has written, but for what this run began with."""
-    written = results(args)
-    others = {MODEL, AVERAGE, ADAPTER, STATES} - {*written}
+    written, beside = results(args), conversations.beside(args)
+    others = {*MODEL, *AVERAGE, ADAPTER, STATES} - {*written}
     given = [_files.expanded(x) for x in (args.model, args.adapter, args.initial_state) if x]
     # --model may be a folder with one of these files.
-    began = {(x / name).resolve() for x in given for name in (".", MODEL, AVERAGE)}
+    began = {(x / name).resolve() for x in given for name in (".", *MODEL, *AVERAGE)}
     for path in (args.out / name for name in others):
         if path.is_dir() and path.resolve() not in began:
             shutil.rmtree(path)
         elif path.resolve() not in began:
             path.unlink(missing_ok=True)
-    if MODEL in written:
-        models.save(args.out / MODEL, result.params)
-    if average is not None:
-        models.save(args.out / AVERAGE, average.params)
+    for path in (args.out / name for name in written):
+        if path.is_dir() and path.resolve() not in began:
+            text_files.remove(path)
+    names = _names_of_folder(args)
+    for one, either in ((result, MODEL), (average, AVERAGE)):
+        path = args.out / either[names is not None]
+        if one is None or path.name not in written:
+            continue
+        models.save(path, one.params, names=names or "official", source=args.model)
+        if names:
+            beside.write(path, tokenizer=True)
     if ADAPTER in written:
         names = "hf" if hasattr(result.params.blocks[0].att, "r_k") else "official"
-        base = args.out / MODEL if MODEL in written else args.model
-        finetuning.save_adapter(args.out / ADAPTER, result.adapter, names=names, base=str(base))
+        base = _model(args)
+        finetuning.save_adapter(args.out / ADAPTER, result.adapter, names=names, base=base)
+        beside.write(args.out / ADAPTER, tokenizer=False)
     if STATES in written:
         models.save_state(args.out / STATES, result.initial_state(1, "float32"))
+
+
+def _model(args: argparse.Namespace) -> str:
+    """The model that a run writes, or that of --model if it writes none."""
+    found = [name for name in results(args) if name in MODEL]
+    return str(args.out / found[0]) if found else args.model
 
 
 def command(args: argparse.Namespace, vocabulary: int, tokenizer: str | None) -> list[str]:
     """The command line that writes text with the results, but for the prompt. `tokenizer` is the
     name of the one of the data."""
     written = results(args)
-    model = str(args.out / MODEL) if MODEL in written else args.model
+    model = _model(args)
     line = ["rwkv-jax", "generate", model]
     if ADAPTER in written:
         line += ["--adapter", str(args.out / ADAPTER)]
     if STATES in written:
         line += ["--initial-state", str(args.out / STATES)]
+    in_folder = _names_of_folder(args) is not None
+    if in_folder and conversations.beside(args).tokenizer:
+        return line
     usual = None
     with contextlib.suppress(ValueError):
-        usual = tokenizers.for_vocabulary(vocabulary, checkpoint=model)
+        # A folder has the tokenizer of the one that it is made of.
+        checkpoint = args.model if in_folder else model
+        usual = tokenizers.for_vocabulary(vocabulary, checkpoint=checkpoint)
     return line if tokenizer in (None, usual) else [*line, "--tokenizer", tokenizer]

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from rwkv_jax._operator import check
 from rwkv_jax.chat._messages import Message, checked, in_json, parsed
+from rwkv_jax.tokenizers import Tokenizer
 
 Think: TypeAlias = Literal["off", "fast", "on", "short", "long"]
 
@@ -52,6 +53,7 @@ class G1:
     def __init__(self, *, tools: Sequence[Mapping[str, Any]] = (), think: Think = "off"):
         check.choice("G1", "think", think, get_args(Think))
         self.tools = tuple(tools)
+        self._mode: Think = think
         self._tools = [_tool(number, tool) for number, tool in enumerate(tools, 1)]
         self._length = _LENGTH.get(think, "")
         self._think = _THINK.get(think, "<think")
@@ -66,6 +68,18 @@ class G1:
     def reply(self, text: str) -> str:
         """The content of a message of the assistant, from what the model wrote after `render`."""
         return self.opening + text
+
+    def tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
+        """The tokenizer of what `render` returns, which has no special tokens: `tokenizer`."""
+        return tokenizer
+
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> "G1":
+        """The same format with other tools.
+
+        Raises:
+          ValueError: a tool has no name.
+        """
+        return G1(tools=tools, think=self._mode)
 
     def render(self, messages: Sequence[Message], *, answer: bool = True) -> str:
         """The text of a conversation.

@@ -1,19 +1,22 @@
 """The format that a Jinja template says, as Hugging Face has it in the folders of models."""
 
+import copy
 import json
 import os
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rwkv_jax import _files
 from rwkv_jax.chat._messages import Message, checked, parsed
+from rwkv_jax.tokenizers import Tokenizer
+from rwkv_jax.tokenizers._tokenizer import END_OF_TEXT, Marked
 
 FILE = "chat_template.jinja"
 
 _CONFIG = "tokenizer_config.json"
 _LARGEST_FILE = 2**23
-_END_OF_TEXT = "<|endoftext|>"
 _ANSWER, _QUESTION = "[an answer]", "[a question]"
 """Contents by which it is found what a template has between them."""
 _THOUGHTS = "<think"
@@ -37,8 +40,13 @@ class Template:
       think: whether the model is to think before it answers. The template gets `enable_thinking`,
         as those of many models expect, and `rwkv_generation_prompt`.
 
+    Where a template has the token for the end of a text, as `bos_token`, `eos_token` or its name,
+    `render` puts a mark, of which the tokenizer of `tokenizer` makes this token. No message can
+    have the mark, and in messages the names are text.
+
     Attributes:
-      stop: what ends an answer: what the template has between one and the next question.
+      stop: what ends an answer, but for this token: what the template has between one and the next
+        question.
 
     Raises:
       FileNotFoundError: there is no such file.
@@ -57,18 +65,23 @@ class Template:
         if not isinstance(think, bool):
             raise TypeError(f"Template: think is {think!r}; accepted are True and False")
         self._path = _files.expanded(path)
-        self._template = _compiled(self._path, _source(self._path))
+        # Half a surrogate is no text, so that other tokenizers refuse it.
+        self._end = f"\udbff{secrets.token_hex(16)}"
+        source = source_of(self._path)
+        for name in END_OF_TEXT:
+            source = source.replace(name, self._end)
+        self._template = _compiled(self._path, source)
         self._options = {
             "tools": list(tools) or None,
             "enable_thinking": think,
             "rwkv_generation_prompt": "open_think" if think else "fake_think",
-            "bos_token": _END_OF_TEXT,
-            "eos_token": _END_OF_TEXT,
+            "bos_token": self._end,
+            "eos_token": self._end,
         }
         question = {"role": "user", "content": _QUESTION}
         several = [question, {"role": "assistant", "content": _ANSWER}, question]
         _, _, after = self.render(several, answer=False).partition(_ANSWER)
-        between = after.partition(_QUESTION)[0].rstrip()
+        between = after.partition(_QUESTION)[0].partition(self._end)[0].rstrip()
         self.stop: tuple[str, ...] = (between,) if between else ()
         begun = self.render([question]).removeprefix(self.render([question], answer=False))
         at = begun.find(_THOUGHTS)
@@ -81,6 +94,16 @@ class Template:
     def reply(self, text: str) -> str:
         """The content of a message of the assistant, from what the model wrote after `render`."""
         return (self.opening + text).strip()
+
+    def tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
+        """The tokenizer of what `render` returns, from that of other text."""
+        return Marked(tokenizer, self._end)
+
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> "Template":
+        """The same template with other tools."""
+        other = copy.copy(self)
+        other._options = self._options | {"tools": list(tools) or None}
+        return other
 
     def render(self, messages: Sequence[Message], *, answer: bool = True) -> str:
         """The text of a conversation.
@@ -124,7 +147,8 @@ def template_in(folder: str | os.PathLike[str]) -> Path | None:
     return config if config.is_file() and _in_config(config) is not None else None
 
 
-def _source(path: Path) -> str:
+def source_of(path: Path) -> str:
+    """The template in a file or a folder."""
     if path.is_dir():
         found = template_in(path)
         if found is None:

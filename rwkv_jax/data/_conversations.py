@@ -17,8 +17,8 @@ def parts(form: G1 | Template, messages: Sequence[Message]) -> Iterator[tuple[st
     about_tools = any(x["role"] == "tool" or x.get("tool_calls") for x in messages)
     if about_tools and isinstance(form, G1) and not form.tools:
         raise ValueError(
-            "the conversation has tool calls; accepted is a form that has the tools, such as "
-            "chat.G1(tools=[...])"
+            "the conversation has tool calls; accepted is a line with `tools`, or a form that has "
+            "them, such as chat.G1(tools=[...]), which --tools FILE of rwkv-jax train makes"
         )
     for number, message in enumerate(messages):
         if message["role"] != "assistant":

@@ -47,8 +47,8 @@ class SizedSource(Source, Protocol):
 
 def encoded(tokenizer: Tokenizer, parts: Iterable[tuple[str, bool]]) -> Document:
     """A document of parts of text, each with whether its tokens count. No token has text of two
-    parts. After the last one comes the token of the tokenizer for the end of a document, if it
-    has one, which counts if the last part does.
+    parts. The last token is that of the tokenizer for the end of a document, if it has one,
+    which counts if the last part does.
 
     Raises:
       ValueError: the document has no text, or no token to be predicted that counts.
@@ -61,7 +61,7 @@ def encoded(tokenizer: Tokenizer, parts: Iterable[tuple[str, bool]]) -> Document
         blank = blank and not text.strip()
     if blank:
         raise ValueError("the document is empty")
-    if tokenizer.end_of_text is not None:
+    if tokenizer.end_of_text not in (None, *tokens[-1:]):
         tokens.append(tokenizer.end_of_text)
         counts.append(counted)
     if not any(counts[1:]):

@@ -12,7 +12,8 @@ from rwkv_jax.tokenizers import Tokenizer
 
 class JsonLines:
     """A `Source` of the documents in files with a JSON object a line, which has either `text`, the
-    text of the document, or `messages`, a conversation of `chat.Message`.
+    text of the document, or `messages`, a conversation of `chat.Message`, and perhaps `tools`, the
+    functions that it may call, as `form.with_tools` takes them.
 
     Of a conversation the answers of the assistant count, each with what ends it: the first words of
     the next question, as `form.stop` has them, or the end of the document. They begin where the
@@ -30,12 +31,13 @@ class JsonLines:
       ValueError: a file is empty, or no regular one. Also where a document is read, with its file
         and line: the line is no JSON, or no such object; the text is empty; a message has an
         unknown role or no content; no answer is in the conversation; the template fails for it, or
-        writes an answer in another way once messages follow it; or it has `tools`, which are an
-        argument of `form`.
+        writes an answer in another way once messages follow it; or `tools` is no list, or one has
+        no name.
     """
 
     def __init__(self, paths: Paths, tokenizer: Tokenizer, *, form: G1 | Template | None = None):
-        self._tokenizer, self._form = tokenizer, G1() if form is None else form
+        self._form = G1() if form is None else form
+        self._tokenizer = self._form.tokenizer(tokenizer)
         self._ranges = Ranges(paths, lines)
 
     def __len__(self) -> int:
@@ -53,9 +55,13 @@ class JsonLines:
             case {"text": str(text)} if "messages" not in line:
                 return encoded(self._tokenizer, [(text, True)])
             case {"messages": [*_] as messages} if "text" not in line:
-                if line.get("tools"):
-                    raise ValueError("the line has tools; accepted are those of form")
-                return encoded(self._tokenizer, parts(self._form, messages))
+                form = self._form
+                match line.get("tools"):
+                    case [*_] as tools if tools:
+                        form = form.with_tools(tools)
+                    case tools if tools:
+                        raise ValueError(f"tools is {tools!r:.100}; accepted is a list")
+                return encoded(self._tokenizer, parts(form, messages))
         raise ValueError(
             f"the line is {line!r:.100}; accepted is an object with either a text as `text` or a "
             "list as `messages`"

@@ -1,10 +1,9 @@
 """The model `rwkv_jax` of lm-evaluation-harness.
 
-    lm_eval --model rwkv_jax --model_args path=model.pth,dtype=bfloat16 --tasks lambada_openai
+    python -m rwkv_jax.evaluation.lm_eval --model rwkv_jax --model_args path=model.pth --tasks piqa
 
-lm-eval finds it as a plugin: this package names it in the entry points `lm_eval.models`. Releases
-up to 0.4.13 have no plugins, and `python -m rwkv_jax.evaluation.lm_eval` is `lm_eval` with the
-model, with the same arguments.
+is the program `lm_eval` with the model, with the same arguments. This package also names the model
+in the entry points `lm_eval.models`, at which releases of lm-eval up to 0.4.13 do not look.
 """
 
 # Types are also checked where lm-eval is not installed.

@@ -3,13 +3,12 @@
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 from jax.typing import DTypeLike
 
 from rwkv_jax import _files
@@ -28,6 +27,7 @@ from rwkv_jax.models._checkpoints.tensors import (
 from rwkv_jax.models._checkpoints.writing import Stored
 
 Names: TypeAlias = Literal["hf", "fla", "official"]
+Sizes: TypeAlias = Mapping[str, tuple[int, int]]
 
 CONFIG, MODEL = "adapter_config.json", "adapter_model.safetensors"
 
@@ -134,7 +134,7 @@ def load_adapter(
       FileNotFoundError: there is no such folder, or one of its files is missing.
       ValueError: a file is damaged; or the adapter is of another method than LoRA, such as DoRA, or
         its base is changed as well, as by PiSSA; or matrices are missing, of no use or of the wrong
-        shape, all of which the message lists.
+        shape, all of which the message lists; or `path` is a file, such as one of RWKV-PEFT.
       TypeError: `dtype` is not float32, bfloat16 or float16, or `params` are not the parameters of
         a model.
     """
@@ -142,43 +142,75 @@ def load_adapter(
     dtype = _parameters.floating(what, dtype)
     folder = _files.expanded(path)
     sizes = matrices(what, params)
-    config = _config(folder / CONFIG)
-    tensors = files.read(folder / MODEL)
-    found: dict[str, dict[str, Tensor]] = {}
-    wrong: list[str] = []
-    for given, x in tensors.items():
-        parts = _TENSOR.fullmatch(given)
-        name = official_name(f"{parts[1]}.weight").removesuffix(".weight") if parts else ""
-        if parts is None or name not in sizes:
-            wrong.append(
-                f"{quoted(given)} is {x.described()}; no matrix of the model has this name"
-            )
-        elif parts[2] in found.setdefault(name, {}):
-            wrong.append(f"{quoted(given)} is a second one of {name}")
-        else:
-            found[name][parts[2]] = x
-    wrong += _wrong(found, sizes, config["r"])
-    if wrong or not found:
+    if folder.is_file():
         raise ValueError(
-            f"{folder / MODEL}: {len(wrong)} tensors are not those of an adapter of rank "
-            f"{config['r']} for this model:{listed(wrong)}"
+            f"{what}: {path} is a file; accepted is a folder of PEFT. Of a file of RWKV-PEFT "
+            "`load_rwkv_peft` reads the adapter, and `rwkv-jax merge MODEL FILE OUT --lora-alpha "
+            "ALPHA` writes the model with it"
         )
-
-    def array(x: Tensor) -> Array:
-        return jnp.asarray(np.array(x.array, dtype))
-
-    in_order = {name: found[name] for name in sizes if name in found}
-    low_rank = {
-        name: LowRank(**{part: array(x) for part, x in parts.items()})
-        for name, parts in in_order.items()
-    }
+    config = _config(folder / CONFIG)
+    found, others, wrong = by_matrix(_TENSOR, files.read(folder / MODEL), sizes)
+    wrong += [
+        f"{quoted(given)} is {x.described()}; no matrix of the model has this name"
+        for given, x in others.items()
+    ]
+    check_shapes(str(folder / MODEL), found, sizes, config["r"], wrong)
+    low_rank = in_order(found, sizes, dtype)
     alpha, dropout = numbers(str(folder / CONFIG), config["lora_alpha"], config["lora_dropout"])
     return Adapter(low_rank, alpha, config["use_rslora"], dropout)
 
 
-def _wrong(
-    found: Mapping[str, Mapping[str, Tensor]], sizes: Mapping[str, tuple[int, int]], rank: int
-) -> Iterator[str]:
+def by_matrix(
+    pattern: re.Pattern[str], tensors: Mapping[str, Tensor], sizes: Sizes
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor], list[str]]:
+    """Of the tensors of a file: those whose names `pattern` takes apart into that of a matrix and
+    "lora_A" or "lora_B", by these; all others; and what is wrong with the names."""
+    found: dict[str, dict[str, Tensor]] = {}
+    others: dict[str, Tensor] = {}
+    wrong: list[str] = []
+    for given, x in tensors.items():
+        parts = pattern.fullmatch(given)
+        name = official_name(f"{parts[1]}.weight").removesuffix(".weight") if parts else ""
+        if parts is None or name not in sizes:
+            others[given] = x
+        elif parts[2] in found.setdefault(name, {}):
+            wrong.append(f"{quoted(given)} is a second one of {name}")
+        else:
+            found[name][parts[2]] = x
+    return found, others, wrong
+
+
+def in_order(
+    found: Mapping[str, Mapping[str, Tensor]], sizes: Sizes, dtype: DTypeLike
+) -> dict[str, LowRank]:
+    """The matrices of an adapter in the order of the model."""
+    return {
+        name: LowRank(
+            *(jnp.asarray(np.array(found[name][x].array, dtype)) for x in LowRank._fields)
+        )
+        for name in sizes
+        if name in found
+    }
+
+
+def check_shapes(
+    file: str,
+    found: Mapping[str, Mapping[str, Tensor]],
+    sizes: Sizes,
+    rank: int,
+    wrong: Sequence[str],
+) -> None:
+    """Raise an error for all tensors of a file that are not as they should be, of which `wrong`
+    says some."""
+    wrong = [*wrong, *_wrong(found, sizes, rank)]
+    if wrong or not found:
+        raise ValueError(
+            f"{file}: {len(wrong)} tensors are not those of an adapter of rank {rank} for this "
+            f"model:{listed(wrong)}"
+        )
+
+
+def _wrong(found: Mapping[str, Mapping[str, Tensor]], sizes: Sizes, rank: int) -> Iterator[str]:
     """What is wrong with the matrices of an adapter."""
     for name, parts in found.items():
         outputs, inputs = sizes[name]

@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from rwkv_jax import _files
-from rwkv_jax.tokenizers._tokenizer import Tokenizer
+from rwkv_jax.tokenizers._tokenizer import END_OF_TEXT, Tokenizer
 from rwkv_jax.tokenizers._word_level import longest_words
 from rwkv_jax.tokenizers._world import encoder
 
 _LARGEST_FILE = 2**25
 """The most bytes of a file, all of which the package parses before it can be refused."""
-
-_END_OF_TEXT = "<|endoftext|>"
 
 _CHARACTERS = (*range(0x800), *range(0x800, 0xD800, 0x800), *range(0x10000, 0x110000, 0x10000))
 _PROBES = ("".join(map(chr, _CHARACTERS)), " \n ")
@@ -37,11 +35,12 @@ def hugging_face(name: str, path: Path, vocabulary: int | None) -> Tokenizer:
     """
     content = _files.content(path, _LARGEST_FILE)
     description = _json_object(content)
-    alphabet = _alphabet()
+    alphabet = alphabet_of_bytes()
     if words := longest_words(description, alphabet):
         size = max(words) + 1 if vocabulary is None else vocabulary
-        end = description["model"]["vocab"].get(_END_OF_TEXT)
-        return Tokenizer(name, size, words, encoder(words), end if type(end) is int else None)
+        ends = map(description["model"]["vocab"].get, END_OF_TEXT)
+        end = next((x for x in ends if type(x) is int), None)
+        return Tokenizer(name, size, words, encoder(words), end)
     if description.get("model", {}).get("type") == "RwkvTrie":
         raise ValueError(
             f"{path}: the tokenizer is a RwkvTrie, which the package tokenizers does not have; "
@@ -87,9 +86,7 @@ def hugging_face(name: str, path: Path, vocabulary: int | None) -> Tokenizer:
         max(pieces, default=-1) + 1 if vocabulary is None else vocabulary,
         pieces,
         encode,
-        next(
-            (token for token, x in added.items() if x.special and x.content == _END_OF_TEXT), None
-        ),
+        next((token for token, x in added.items() if x.special and x.content in END_OF_TEXT), None),
     )
 
 
@@ -118,7 +115,7 @@ def _check(path: Path, text: str, decoded: str) -> None:
         )
 
 
-def _alphabet() -> dict[str, int]:
+def alphabet_of_bytes() -> dict[str, int]:
     """The bytes by the characters that files have for them. Those of Latin-1 that are visible stand
     for themselves, and all others, in order, have the characters from 256 on."""
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}

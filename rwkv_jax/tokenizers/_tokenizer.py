@@ -5,6 +5,9 @@ import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import SupportsIndex
 
+END_OF_TEXT = ("<|endoftext|>", "<|rwkv_tokenizer_end_of_text|>")
+"""The names that files have for the token after the end of a document."""
+
 
 class Tokenizer:
     """Text to tokens, and tokens to text. Every token stands for some bytes, and the text of tokens
@@ -78,6 +81,31 @@ class Tokenizer:
                 f"{self.name}: a token is {token}; accepted are 0 to {self.vocab_size - 1}"
             )
         return self._pieces.get(token, b"")
+
+
+class Marked(Tokenizer):
+    """A tokenizer of texts that have marks in the places of `end_of_text`.
+
+    Args:
+      tokenizer: what makes tokens of the text between the marks. A mark is nothing if it has no
+        `end_of_text`.
+      mark: a text that no other text has.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, mark: str):
+        own = tokenizer._pieces, tokenizer.encode, tokenizer.end_of_text
+        super().__init__(tokenizer.name, tokenizer.vocab_size, *own)
+        self._mark = mark
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, with `end_of_text` in the places of marks.
+
+        Raises:
+          ValueError: as `Tokenizer.encode` raises it.
+        """
+        end = [] if self.end_of_text is None else [self.end_of_text]
+        first, *others = map(self._encode, text.split(self._mark))
+        return [*first, *(token for part in others for token in (*end, *part))]
 
 
 class Stream:

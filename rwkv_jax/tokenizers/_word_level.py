@@ -15,6 +15,7 @@ _SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
 _ALTERNATIVE = re.compile(r"(?:[^\\|()\[\]{}?*+.^$]|\\[^\w\s])+")
 _ALTERNATIVES = re.compile(rf"\(\?:({_ALTERNATIVE.pattern}(?:\|{_ALTERNATIVE.pattern})*)\)")
 _ESCAPED = re.compile(r"\\(.)")
+_TO_ESCAPE = re.compile(r"[\\.^$|?*+()\[\]{}]")
 
 
 def longest_words(description: Mapping[str, Any], alphabet: Mapping[str, int]) -> dict[int, bytes]:
@@ -52,3 +53,32 @@ def longest_words(description: Mapping[str, Any], alphabet: Mapping[str, int]) -
     ):
         return {}
     return {vocabulary[word]: bytes(map(alphabet.__getitem__, word)) for word in words}
+
+
+def description(
+    pieces: Mapping[int, bytes], alphabet: Mapping[str, int], end_of_text: tuple[str, int]
+) -> dict[str, Any]:
+    """The object of a file whose tokenizer is the search for the longest of these tokens, and which
+    has a special token for the end of a text."""
+    characters = {byte: x for x, byte in alphabet.items()}
+    words = {"".join(map(characters.__getitem__, x)): token for token, x in pieces.items()}
+    longest_first = sorted(words, key=len, reverse=True)
+    pattern = "|".join(_TO_ESCAPE.sub(r"\\\g<0>", word) for word in longest_first)
+    end, token = end_of_text
+    special = {"id": token, "content": end, "special": True, "normalized": False}
+    special |= dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+    split = {**_SPLIT, "pattern": {"Regex": f"(?:{pattern})"}}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [special],
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [{**_BYTES, "trim_offsets": True}, split],
+        },
+        "post_processor": None,
+        "decoder": {**_BYTES, "trim_offsets": True},
+        "model": {"type": "WordLevel", "vocab": {end: token, **words}, "unk_token": end},
+    }

@@ -61,7 +61,7 @@ def world(name: str, path: Path | None, vocabulary: int | None) -> Tokenizer:
       ValueError: the file is larger than `_LARGEST_FILE` or no regular one, it is no vocabulary, or
         has tokens that are not below `vocabulary`.
     """
-    pieces = _read(path or published())
+    pieces = read(path or published())
     size = max(pieces) + 1 if vocabulary is None else vocabulary
     # The package has rules of its own for the literals in a file, so that only of the published one
     # it is known to read what Python reads.
@@ -73,7 +73,7 @@ def encoder(pieces: Mapping[int, bytes]) -> Callable[[str], list[int]]:
     """The encoder for these tokens: that of a package if they are the published ones and it is
     installed."""
     with contextlib.suppress(ImportError):
-        if pieces == _read(published()):
+        if pieces == read(published()):
             return _fast_encoder() or Longest(pieces)
     return Longest(pieces)
 
@@ -87,7 +87,7 @@ def _fast_encoder() -> Callable[[str], list[int]] | None:
     return RWKVTokenizer().encode
 
 
-def _read(path: Path) -> dict[int, bytes]:
+def read(path: Path) -> dict[int, bytes]:
     """The bytes of each token."""
     pieces: dict[int, bytes] = {}
     try:

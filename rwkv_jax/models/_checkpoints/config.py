@@ -21,6 +21,8 @@ _FORMULA = {
         "layer_norm_epsilon": (1e-5,),
         "group_norm_epsilon": (64e-5,),
         "deep_embedding": (False,),
+        "norm_first": (True,),
+        "norm_bias": (True,),
     },
 }
 _EARLIER = {
@@ -29,6 +31,8 @@ _EARLIER = {
     "head_size_divisor": (8,),
 }
 """What a configuration may have that the shapes of tensors do not tell, by generation."""
+
+_OF_RWKV = {*_FORMULA["RWKV-7"]["model_type"], *_EARLIER["model_type"]}
 
 
 class Description(NamedTuple):
@@ -70,13 +74,28 @@ class Description(NamedTuple):
             if self.content.get("head_dim") is not None:
                 # flash-linear-attention then counts the heads itself.
                 del told["num_heads"]
+        content = {**self.content} | self._sizes_of_fla(sizes["hidden_size"])
         wrong = [
-            f"{name} is {self.content[name]}, and the tensors have {size}"
+            f"{name} is {content[name]!r:.100}, and the tensors have {size}"
             for name, size in told.items()
-            if type(self.content.get(name)) is int and self.content[name] != size
+            if content.get(name) is not None
+            and (type(content[name]) is not int or content[name] != size)
         ]
         if wrong:
             raise ValueError(f"{self.path}: {'; '.join(wrong)}")
+
+    def _sizes_of_fla(self, width: int) -> dict[str, Any]:
+        """What flash-linear-attention computes: the size of the channel mixing where there is none,
+        and one size of the values for layers that all have it."""
+        found: dict[str, Any] = {}
+        ratio = self.content.get("hidden_ratio")
+        computed = self.content.get("intermediate_size") is None
+        if computed and isinstance(ratio, int | float) and 0 < ratio < 2**31:
+            found["intermediate_size"] = -(-int(width * ratio) // 32) * 32
+        values = self.content.get("value_dim")
+        if isinstance(values, list) and len({*map(repr, values)}) == 1:
+            found["value_dim"] = values[0]
+        return found
 
     def _check_formula(self, generation: str) -> None:
         for name, values in _FORMULA.get(generation, _EARLIER).items():
@@ -112,12 +131,23 @@ def beside(path: Path) -> Description:
     return Description(path, files.json_object(path) if path.exists() else {})
 
 
+def in_folder_of(path: Path) -> Description:
+    """The configuration in a folder with official names, which need none; an empty one where the
+    file is not one of RWKV."""
+    try:
+        found = beside(path) if path.is_dir() else Description(path)
+    except ValueError:
+        return Description(path)
+    kind = found.content.get("model_type")
+    return found if isinstance(kind, str) and kind in _OF_RWKV else Description(path)
+
+
 def _sizes_of_rwkv7(sizes: Mapping[str, int], shapes: Mapping[str, Any]) -> dict[str, int]:
     """The other sizes of RWKV-7 by the names of a configuration."""
     head_size = sizes["head_size"]
     heads = sizes["hidden_size"] // head_size
     told = {"head_size": head_size, "head_dim": head_size}
-    told |= {"num_attention_heads": heads, "num_heads": heads}
+    told |= {"num_attention_heads": heads, "num_heads": heads, "value_dim": sizes["hidden_size"]}
     hidden = shapes.get("blocks.0.ffn.key.weight", ())
     told |= {"intermediate_size": hidden[0]} if hidden else {}
     # The first block has no share of the value, or one that is not used.

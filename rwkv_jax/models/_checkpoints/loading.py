@@ -85,11 +85,11 @@ def _found(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], Checkpoint]
     """The tensors of a checkpoint by their official names, and what `inspect` returns."""
     given = files.read(path)
     tensors = by_official_name(given)
-    beside = configuration.Description(_files.expanded(path))
     # Files with the official names are complete in themselves, and what is beside them may be of
     # another model.
-    if tensors.keys() != given.keys() or not tensors.keys() >= _COMPLETE:
-        beside = configuration.beside(beside.path)
+    complete = tensors.keys() == given.keys() and tensors.keys() >= _COMPLETE
+    description = configuration.in_folder_of if complete else configuration.beside
+    beside = description(_files.expanded(path))
     tensors = beside.with_head(tensors)
     shapes = {name: _shape(x) for name, x in tensors.items()}
     layout = layout_of(str(path), tensors, given)
@@ -158,9 +158,10 @@ def load(
     flash-linear-attention. Before them there may be what training leaves, such as `_orig_mod.` or
     `module.`, several times and in any order. A model of RWKV-5 has the version 5.0, 5.1 or 5.2.
 
-    A `config.json` beside files with other names than the official ones has to fit the tensors and
-    the formula. Where it says `tie_word_embeddings`, a head that is missing is a copy of the
-    embedding; where it says `embedding_layer_norm_fused`, the first block has `ln0=None`.
+    A `config.json` beside files with other names than the official ones, or of RWKV in a folder
+    with those, has to fit the tensors and the formula. Where it says `tie_word_embeddings`, a head
+    that is missing is a copy of the embedding; where it says `embedding_layer_norm_fused`, the
+    first block has `ln0=None`.
 
     Tensors are read one after another and go to the devices that need them, so that the memory of
     the host holds one tensor beside the mapped file. Tensors that no formula uses are left out:
@@ -238,8 +239,7 @@ def load_state(
       TypeError: `dtype` is no dtype that activations can have.
     """
     dtype = _parameters.floating("load_state", dtype)
-    tensors = by_official_name(files.read(path))
-    tensors = {name: x for name, x in tensors.items() if TIME_STATE.fullmatch(name)}
+    tensors = tuned_states(path)
     layout = layout_of("load_state", _parameters.names(params))
     module = layout.module
     if layout.heads is None:
@@ -259,6 +259,16 @@ def load_state(
         for name, block in zip(wanted, state, strict=True)
     )
     return module.stacked(tuned) if isinstance(params.blocks, Stacked) else tuned
+
+
+def tuned_states(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """The tuned states in a file or a folder by their official names, whatever their shapes.
+
+    Raises:
+      FileNotFoundError, ValueError: as `load_state` raises them for the file.
+    """
+    tensors = by_official_name(files.read(path))
+    return {name: x for name, x in tensors.items() if TIME_STATE.fullmatch(name)}
 
 
 def _of_rows(x: Tensor, batch: int) -> Array:

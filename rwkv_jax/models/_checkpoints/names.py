@@ -47,6 +47,11 @@ def by_official_name(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
+def is_of_fla(given: str) -> bool:
+    """Whether a name is one of flash-linear-attention."""
+    return fla.official_name(_bare(given)) is not None
+
+
 def official_name(given: str) -> str:
     """The official name of a tensor, whose layout may be another one. A name of no model of RWKV
     stays as it is but for prefixes."""

@@ -13,13 +13,16 @@ from rwkv_jax._operator import check
 from rwkv_jax.models import _parameters
 from rwkv_jax.models._checkpoints import (
     config,
+    files,
     fla,
     hugging_face,
     safetensors,
+    text_files,
     torch_archive,
     writing,
 )
 from rwkv_jax.models._checkpoints.layouts import layout_of
+from rwkv_jax.models._checkpoints.names import is_of_fla
 from rwkv_jax.models._checkpoints.tensors import described
 from rwkv_jax.models._checkpoints.writing import Arrays, Stored
 from rwkv_jax.models._stacking import unstack
@@ -30,7 +33,13 @@ Names: TypeAlias = Literal["official", "fla", "hf"]
 _FORMATS = {".safetensors": safetensors.write, ".pth": torch_archive.write}
 
 
-def save(path: str | os.PathLike[str], params: Any, *, names: Names = "official") -> None:
+def save(
+    path: str | os.PathLike[str],
+    params: Any,
+    *,
+    names: Names = "official",
+    source: str | os.PathLike[str] | None = None,
+) -> None:
     """Write the parameters of a model, which `load` gives back bit for bit.
 
     One array at a time is on the host. An existing file is replaced when the new one is complete,
@@ -42,6 +51,10 @@ def save(path: str | os.PathLike[str], params: Any, *, names: Names = "official"
       params: the parameters, in either form; also `params` of a model of `rwkv_jax.nn`.
       names: "official", the names and shapes of RWKV-LM's checkpoints; or, for RWKV-7, "fla", those
         of flash-linear-attention, or "hf", those of `Rwkv7ForCausalLM` on Hugging Face.
+      source: where the parameters are from. If it and `path` are folders, its files of the
+        tokenizer and of conversations are copied, such as `tokenizer.json` and
+        `chat_template.jinja`. With the names "hf" a folder without a tokenizer gets that of the
+        World models for 65536 tokens, if it is installed (`rwkv-jax[text]`).
 
     Raises:
       TypeError: `params` are not the parameters of a model, or one is no array of a dtype that
@@ -76,17 +89,41 @@ def save(path: str | os.PathLike[str], params: Any, *, names: Names = "official"
     }
     if names == "official":
         _FORMATS[path.suffix](path, official)
-    elif names == "fla":
+        return
+    if names == "fla":
         _write_folder(path, fla.description(stored), fla.from_official(stored))
     else:
         described = hugging_face.description(stored)
         _write_folder(path, described, hugging_face.from_official(official))
+    if source is not None:
+        text_files.copy(_files.expanded(source), path)
+    if names == "hf":
+        text_files.add_tokenizer(path, len(params.emb.weight))
 
 
 def _write_folder(folder: Path, described: Mapping[str, Any], arrays: Arrays) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     safetensors.write(folder / writing.IN_FOLDER, arrays)
-    (folder / config.FILE).write_text(json.dumps(described, indent=2) + "\n")
+    with writing.replacing(folder / config.FILE) as file:
+        file.write((json.dumps(described, indent=2) + "\n").encode())
+
+
+def needs_folder(params: Params) -> bool:
+    """Whether no file can have parameters, or their shapes: the embedding is normalised already."""
+    return first_block(params).ln0 is None
+
+
+def names_of_folder(source: str | os.PathLike[str], params: Params) -> Names | None:
+    """The names by which `save` can write parameters, or their shapes, to a folder: those of the
+    checkpoint `source`, which they are made of, or those of Hugging Face. None if it cannot."""
+    names = "fla" if any(map(is_of_fla, files.read(source))) else "hf"
+    description = fla.description if names == "fla" else hugging_face.description
+    try:
+        endings_for("names", params, names)
+        description(dict(_stored(name, x) for name, x in _parameters.names(params).items()))
+    except ValueError:
+        return None
+    return names
 
 
 def endings_for(
@@ -99,8 +136,7 @@ def endings_for(
       ValueError: there is no such model by these names. The message begins with `what`.
     """
     quantised |= params.head.scale is not None
-    block = first_block(params)
-    if names != "hf" and block.ln0 is None:
+    if names != "hf" and needs_folder(params):
         raise ValueError(
             f"{what} is {names}, and the embedding is normalised already, so that there is no ln0; "
             "accepted is hf"
@@ -113,7 +149,7 @@ def endings_for(
         model += " with DeepEmbed" if has_tables(params) else ""
         raise ValueError(f"{what} is {names}; accepted for {model} is official")
     if names == "fla":
-        shape = block.att.r_k.shape[-2:]
+        shape = first_block(params).att.r_k.shape[-2:]
         fla.check_head_size(f"{what} is fla and r_k is {described(shape)}", shape)
     return ()
 
@@ -145,10 +181,15 @@ def save_state(path: str | os.PathLike[str], state: Any) -> None:
     writing.check_arrays("save_state", arrays)
     if rows := {len(x) for x in arrays.values()} - {1}:
         raise ValueError(f"save_state: state has {rows.pop()} rows; accepted is one")
-    _FORMATS[path.suffix](path, {name: Stored(x, x.shape[1:]) for name, x in arrays.items()})
+    save_tuned(path, {name: x[0] for name, x in arrays.items()})
 
 
-def _stored(name: str, x: Array) -> tuple[str, Stored]:
+def save_tuned(path: Path, states: Mapping[str, Array]) -> None:
+    """Write tuned states by their official names, [H, V, K] each."""
+    _FORMATS[path.suffix](path, {name: Stored(x, x.shape) for name, x in states.items()})
+
+
+def _stored(name: str, x: Any) -> tuple[str, Stored]:
     """The official name of a parameter, and the array with the shape of its official layout, but
     for axes of size 1."""
     if name.endswith(".by_input"):

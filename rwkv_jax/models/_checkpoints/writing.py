@@ -93,7 +93,8 @@ def replacing(path: Path) -> Iterator[io.BufferedWriter]:
     """A new file, which replaces the one at `path` once it is complete.
 
     Raises:
-      OSError: there can be no file in the folder, which the error names.
+      OSError: there can be no file in the folder, which the error names; or the file cannot be
+        written, such as where there is no room, and the error names it.
     """
     part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
     try:
@@ -104,5 +105,7 @@ def replacing(path: Path) -> Iterator[io.BufferedWriter]:
         with open(part, "wb") as file:
             yield file
         part.replace(path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         part.unlink(missing_ok=True)
