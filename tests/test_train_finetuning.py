@@ -1,10 +1,12 @@
 """`rwkv-jax train` with a model and data of the user: what it trains, and what it writes."""
 
+import contextlib
 import functools
 import json
 import re
 import shlex
 import signal
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -168,6 +170,56 @@ def test_packed_rows_are_rows_of_a_document_each(
         assert np.linalg.norm(z - y) <= 1e-5 * np.linalg.norm(y)
 
 
+def test_large_files_stay_on_the_disk(train: ModuleType, tmp_path: Path) -> None:
+    """Tokens of a document, and a text, which have nothing that separates documents."""
+    size = 2**22
+    write_bin_idx(tmp_path / "tokens", [np.arange(size) % 251])
+    (tmp_path / "text.txt").write_text("a text\n" * (size // 6))
+    for name in ("tokens.bin", "text.txt"):
+        args = train.options.parse([f"--data={tmp_path / name}", "--eval-tokens=4096"])
+        tracemalloc.start()
+        with contextlib.closing(train.documents.Documents(args, 256, packed=True)) as source:
+            batch = source.batch(0)
+            _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert most < 2 * size
+        assert batch.mask.mean() > 0.8
+        begin = source.held_out.tokens[0, :7].tolist()
+        if source.tokens is None:
+            assert begin == list(b"a text\n")
+        else:
+            assert source.tokens == round(0.95 * size)
+            assert begin == [(source.tokens + i) % 251 for i in range(7)]
+
+
+def test_places_of_a_batch(train: ModuleType, tmp_path: Path) -> None:
+    """Of lines, of documents of tokens, and of few documents, in files of a folder."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    words = [f"<{i}>" for i in range(65)]
+    for name, part in (("a.jsonl", words[:20]), ("b.jsonl", words[20:40])):
+        (folder / name).write_text("".join(json.dumps({"text": x}) + "\n" for x in part))
+    write_bin_idx(tmp_path / "tokens", [[*x.encode(), 0] for x in words[40:63]])
+    (folder / "a.txt").write_text(words[63])
+    (tmp_path / "b.txt").write_text(words[64])
+    given = [folder, tmp_path / "tokens.bin", tmp_path / "b.txt"]
+    options = ["--pattern=*", "--context=8", "--batch=3", f"--validation={tmp_path / 'b.txt'}"]
+    args = train.options.parse([*(f"--data={x}" for x in given), *options])
+    expected = [
+        f"{folder / name}: line {i}" for name in ("a.jsonl", "b.jsonl") for i in range(1, 21)
+    ]
+    expected += [f"{tmp_path / 'tokens.bin'}: document {i}" for i in range(23)]
+    expected += [f"{folder / 'a.txt'}: line 1", f"{tmp_path / 'b.txt'}: line 1"]
+    with contextlib.closing(train.documents.Documents(args, 256, packed=True)) as source:
+        batches = [source.batch(step).tokens.astype(np.uint8).tobytes() for step in range(9)]
+        for step in (4, 8):
+            found = {int(x) for x in re.findall(b"<([0-9]+)", batches[step])}
+            assert {expected.index(x) for x in source.places(step).split(", ")} == found
+            assert max(found) == 64
+            assert min(found) < 40
+            assert found & {*range(40, 63)}
+
+
 @pytest.mark.slow
 def test_resume_within_documents(run: Run, folder: Path, tmp_path: Path, at_step: AtStep) -> None:
     """Of several files with weights, and with dropout."""
@@ -274,7 +326,8 @@ def test_what_does_not_fit(run: Run, folder: Path, tmp_path: Path, capsys: Any) 
     for options, message in {
         f"--data={tmp_path / 'tokens.bin'}": "document .* has the token 300; accepted are 0 to 255",
         f"--data={tmp_path / 'missing.jsonl'}": "missing.jsonl: No such file",
-        f"{text}=0": "accepted are 1 positive numbers",
+        f"{text}=-1": "whose weight is '-1'; .* with a positive number",
+        f"--data={folder} --pattern=*": "data.* has tokens.bin; accepted in a folder are",
         f"{text}=x": "whose weight is 'x'; accepted are FILE and FILE=WEIGHT",
         f"{text} --validation=0.9": "--validation is 0.9; accepted are a share",
         f"{text} --train=lora --adapter={tmp_path / 'adapter'}": "those of an adapter of rank 2",

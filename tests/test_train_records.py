@@ -298,9 +298,16 @@ def test_checkpoint_of_other_files(train: ModuleType, tmp_path: Path) -> None:
     """The checksums in a checkpoint tell a user nothing."""
     record = tmp_path / "checkpoint.1" / "record.json"
     record.parent.mkdir()
-    record.write_text(json.dumps({"options": {"data": 1, "model": 2}}))
-    for wrong, message in (({"data": 3}, "with other data"), ({"model": 3}, "with another model")):
-        with pytest.raises(SystemExit, match=f"checkpoint.1 was made {message}$"):
+    data = [[4, 1, 2, 3, 4], [7]]
+    options = {"data": data, "model": 2}
+    record.write_text(json.dumps({"options": options, "log": {}, "data": None}))
+    mended = {"data": [[4, 1, 9, 3, 4], [7]]}
+    for same in (options, mended):
+        assert train.checkpoints.record(tmp_path, 1, same) == ({}, None)
+    others = [], data[:1], [[4, 1, 2, 3, 4], [8]], [[5, 1, 2, 3, 4], [7]], [[4, 1, 9, 9, 9], [7]]
+    refused = [({"data": x}, "other data; accepted are the same") for x in others]
+    for wrong, message in (*refused, ({"model": 3}, "another model$")):
+        with pytest.raises(SystemExit, match=f"checkpoint.1 was made with {message}"):
             train.checkpoints.record(tmp_path, 1, wrong)
 
 

@@ -516,12 +516,12 @@ def config(args: argparse.Namespace) -> Any:
     return new_config(args) if found is None else found.config
 
 
-def recorded(args: argparse.Namespace, checksum: int | None) -> Options:
-    """The options that a resumed run has to share, by name. `checksum` stands for the data."""
+def recorded(args: argparse.Namespace, checksums: Sequence[Sequence[int]]) -> Options:
+    """The options that a resumed run has to share, by name. `checksums` stand for the data."""
     options = {name: x for name, x in vars(args).items() if name not in MAY_CHANGE}
     found, sizes = base(args), config(args)
     return options | {
-        "data": checksum,
+        "data": checksums,
         # Its path may change, but not what it has.
         "model": found and checksum_of(map(Path, found.files)),
         "layers": sizes.num_layers,

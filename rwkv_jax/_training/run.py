@@ -88,7 +88,7 @@ def run(args: argparse.Namespace, saved: int, start: clocks.Start) -> int:
     """Train, from the checkpoint after `saved` steps if these are not 0, and write the results."""
     with contextlib.closing(source_of(args)) as source:
         model, initial = prepare(args)
-        recorded = options.recorded(args, source.checksum)
+        recorded = options.recorded(args, source.checksums)
         trained = sizes.size(model.split(model.shapes)[0])
         print(
             f"{model.generation} of {sizes.size(model.shapes.params):,} parameters, {trained:,} "
