@@ -28,14 +28,18 @@ def reserved(args: argparse.Namespace) -> Iterator[int]:
     goes on: 0, or that of the newest checkpoint with --resume.
 
     The program exits where the folder cannot be written to, is in use, or has results that neither
-    --resume nor --force lets the run replace.
+    --resume nor --force lets the run replace. A folder that is new and in which nothing is written
+    is removed again.
     """
     with contextlib.ExitStack() as lock:
 
         def first() -> int:
             with written(args.out):
+                is_new = not args.out.exists()
                 args.out.mkdir(parents=True, exist_ok=True)
                 _lock(lock.enter_context(open(args.out / "lock", "a")), args.out)
+                if is_new:
+                    lock.callback(_remove_unused, args.out)
                 tempfile.TemporaryFile(dir=args.out).close()
                 for name in _present(args.out, METRICS):
                     if name != ADAPTER:
@@ -47,6 +51,12 @@ def reserved(args: argparse.Namespace) -> Iterator[int]:
             return 0
 
         yield by_first(first)
+
+
+def _remove_unused(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        if [x.name for x in folder.iterdir()] == ["lock"]:
+            shutil.rmtree(folder)
 
 
 @contextlib.contextmanager
