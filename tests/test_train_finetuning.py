@@ -129,10 +129,9 @@ def _mesh(train: ModuleType) -> Any:
 
 @pytest.mark.parametrize("base_dtype", ["bfloat16", "int8"])
 def test_what_is_frozen_stays(train: ModuleType, base: Path, folder: Path, base_dtype: str) -> None:
-    """After steps it has the same bits, and the optimizer has no moments for it."""
-    args = train.options.parse(
-        [f"--model={base}", "--train=lora,states", f"--base={base_dtype}", "--batch=2"]
-    )
+    """After steps it has the same bits, and the optimizer has no moments for it, nor an average."""
+    options = [f"--model={base}", "--train=lora,states", f"--base={base_dtype}", "--batch=2"]
+    args = train.options.parse([*options, "--ema=0.5"])
     model, parts = train.prepare(args)
     steps = train.loop.steps
     optimizer = train.loop.make_optimizer(args)
@@ -146,7 +145,12 @@ def test_what_is_frozen_stays(train: ModuleType, base: Path, folder: Path, base_
     jax.tree.map(np.testing.assert_array_equal, state.frozen.params, expected)
     assert jax.tree.leaves(state.params.params) == []
     of_moments = sum(x.size for x in jax.tree.leaves(state.optimizer) if x.ndim)
-    assert of_moments == 2 * sum(x.size for x in jax.tree.leaves(state.params))
+    assert of_moments == 3 * sum(x.size for x in jax.tree.leaves(state.params))
+    whole, average = train.loop._results(state)
+    for name in ("adapter", "states"):
+        x, y = (jax.tree.leaves(getattr(found, name)) for found in (whole, average))
+        assert all(map(np.all, map(np.isfinite, y)))
+        assert not all(map(np.array_equal, x, y))
 
 
 def test_packed_rows_are_rows_of_a_document_each(
@@ -226,6 +230,7 @@ def test_resume_within_documents(run: Run, folder: Path, tmp_path: Path, at_step
     files = {"texts.jsonl": 2, "talks.jsonl": 1, "tokens.bin": 0.5}
     data = [f"--data={folder / name}={weight}" for name, weight in files.items()]
     options = [*data, "--train=lora,states", "--lora-dropout=0.5", "--steps=6", "--save-every=2"]
+    options.append("--ema=0.5")
     at_step(3, interrupt)
     assert run(*options, out=tmp_path / "parts") == 130
     at_step(-1, interrupt)
@@ -235,7 +240,7 @@ def test_resume_within_documents(run: Run, folder: Path, tmp_path: Path, at_step
     assert parts == whole
     assert len(set(parts["train"])) == 6
     adapters = [
-        finetuning.load_adapter(tmp_path / name / "adapter", shapes_of(rwkv7, CONFIG))
+        finetuning.load_adapter(tmp_path / name / "ema-adapter", shapes_of(rwkv7, CONFIG))
         for name in ("parts", "whole")
     ]
     jax.tree.map(np.testing.assert_array_equal, *adapters)
@@ -243,7 +248,8 @@ def test_resume_within_documents(run: Run, folder: Path, tmp_path: Path, at_step
 
 def test_stale_results(train: ModuleType, base: Path, tmp_path: Path) -> None:
     """A run removes what an earlier one has written and it does not, but not its base."""
-    for name in ("model.safetensors", "adapter/adapter_config.json", "state.pth"):
+    others = "ema-adapter/adapter_config.json", "ema-state.pth", "adapter/adapter_config.json"
+    for name in ("model.safetensors", "state.pth", *others):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("of an earlier run")
     _, parts = train.prepare(train.options.parse([f"--model={base}", "--train=states"]))
@@ -258,12 +264,14 @@ def test_stale_results(train: ModuleType, base: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("trained", ["lora", "lora,ln_out.*"])
 def test_base_of_an_adapter(train: ModuleType, base: Path, tmp_path: Path, trained: str) -> None:
     """PEFT finds the parameters that the adapter was trained with."""
-    options = [f"--model={base}", f"--train={trained}", f"--out={tmp_path}"]
+    options = [f"--model={base}", f"--train={trained}", f"--out={tmp_path}", "--ema=0.5"]
     args = train.options.parse(options)
-    train.outputs.save(args, train.prepare(args)[1], None)
-    found = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    written = tmp_path / "model.safetensors"
-    assert found["base_model_name_or_path"] == str(base if trained == "lora" else written)
+    _, parts = train.prepare(args)
+    train.outputs.save(args, parts, parts)
+    for name, model in (("adapter", "model.safetensors"), ("ema-adapter", "ema.safetensors")):
+        found = json.loads((tmp_path / name / "adapter_config.json").read_text())
+        expected = base if trained == "lora" else tmp_path / model
+        assert found["base_model_name_or_path"] == str(expected)
 
 
 @pytest.mark.slow

@@ -157,7 +157,7 @@ def add_optimizer_arguments(parser: argparse.ArgumentParser) -> None:
         "--ema",
         type=accepting(float, lambda x: 0 < x < 1, "a number between 0 and 1"),
         metavar="DECAY",
-        help="also evaluate and write the exponential moving average of the parameters, of which "
+        help="also evaluate and write the exponential moving average of what is trained, of which "
         "each step back counts so much less; no average if not given",
     )
 
@@ -178,8 +178,6 @@ def add_keeping_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_optimizer(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    if args.ema and {LORA, STATES} & {*targets(args.train)}:
-        parser.error(f"--ema with --train {args.train}; accepted are all, and patterns")
     rows = (args.mesh or {}).get("data", 1) * args.accumulate
     if args.accumulate > 1 and args.batch % rows:
         parser.error(

@@ -6,7 +6,7 @@ import fcntl
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
@@ -15,8 +15,11 @@ from rwkv_jax._training import checkpoints, parts
 from rwkv_jax._training.processes import by_first
 
 MODEL, ADAPTER, STATES = "model.safetensors", "adapter", "state.pth"
-AVERAGE, LOG, PLOT = "ema.safetensors", "log.json", "loss.png"
+LOG, PLOT = "log.json", "loss.png"
 """What a finished run has in its folder. The adapter is a folder of PEFT."""
+
+AVERAGES = {MODEL: "ema.safetensors", ADAPTER: "ema-adapter", STATES: "ema-state.pth"}
+"""The names of what has the averages of what is trained."""
 
 METRICS = "metrics.jsonl"
 """A file of a run from its begin on."""
@@ -42,7 +45,7 @@ def reserved(args: argparse.Namespace) -> Iterator[int]:
                     lock.callback(_remove_unused, args.out)
                 tempfile.TemporaryFile(dir=args.out).close()
                 for name in _present(args.out, METRICS):
-                    if name != ADAPTER:
+                    if name not in (ADAPTER, AVERAGES[ADAPTER]):
                         open(args.out / name, "r+b").close()
             if args.resume:
                 return checkpoints.newest(args.out)
@@ -80,7 +83,7 @@ def _lock(file: IO[str], folder: Path) -> None:
 
 def _present(folder: Path, *more: str) -> list[str]:
     """The files of a finished run in the folder, and those of `more`."""
-    names = (MODEL, AVERAGE, ADAPTER, STATES, LOG, PLOT, *more)
+    names = (*AVERAGES, *AVERAGES.values(), LOG, PLOT, *more)
     return [name for name in names if (folder / name).exists()]
 
 
@@ -98,36 +101,41 @@ def results(args: argparse.Namespace) -> list[str]:
     named = parts.targets(args.train)
     found = {
         MODEL: bool(parts.patterns(args.train)),
-        AVERAGE: args.ema is not None,
         ADAPTER: parts.LORA in named,
         STATES: parts.STATES in named,
     }
-    return [name for name, there in found.items() if there]
+    trained = [name for name, there in found.items() if there]
+    return [*trained, *(AVERAGES[name] for name in trained if args.ema)]
 
 
 def save(args: argparse.Namespace, result: parts.Parts, average: parts.Parts | None) -> None:
     """Write what of a model was trained, and its average if there is one, in place of what an
     earlier run has written, but for what this run began with."""
     written = results(args)
-    others = {MODEL, AVERAGE, ADAPTER, STATES} - {*written}
+    others = {*AVERAGES, *AVERAGES.values()} - {*written}
     given = [_files.expanded(x) for x in (args.model, args.adapter, args.initial_state) if x]
     # --model may be a folder with one of these files.
-    began = {(x / name).resolve() for x in given for name in (".", MODEL, AVERAGE)}
+    began = {(x / name).resolve() for x in given for name in (".", MODEL, AVERAGES[MODEL])}
     for path in (args.out / name for name in others):
         if path.is_dir() and path.resolve() not in began:
             shutil.rmtree(path)
         elif path.resolve() not in began:
             path.unlink(missing_ok=True)
-    if MODEL in written:
-        models.save(args.out / MODEL, result.params)
+    _save(args, result, {name: args.out / name for name in AVERAGES if name in written})
     if average is not None:
-        models.save(args.out / AVERAGE, average.params)
-    if ADAPTER in written:
+        paths = {of: args.out / name for of, name in AVERAGES.items() if name in written}
+        _save(args, average, paths)
+
+
+def _save(args: argparse.Namespace, result: parts.Parts, paths: Mapping[str, Path]) -> None:
+    if MODEL in paths:
+        models.save(paths[MODEL], result.params)
+    if ADAPTER in paths:
         names = "hf" if hasattr(result.params.blocks[0].att, "r_k") else "official"
-        base = args.out / MODEL if MODEL in written else args.model
-        finetuning.save_adapter(args.out / ADAPTER, result.adapter, names=names, base=str(base))
-    if STATES in written:
-        models.save_state(args.out / STATES, result.initial_state(1, "float32"))
+        base = str(paths.get(MODEL, args.model))
+        finetuning.save_adapter(paths[ADAPTER], result.adapter, names=names, base=base)
+    if STATES in paths:
+        models.save_state(paths[STATES], result.initial_state(1, "float32"))
 
 
 def command(args: argparse.Namespace, vocabulary: int, tokenizer: str | None) -> list[str]:
