@@ -158,6 +158,19 @@ def test_one_checkpoint(train: ModuleType, tmp_path: Path) -> None:
             assert steps_kept(tmp_path) == kept
 
 
+def test_error_while_a_checkpoint_is_written(train: ModuleType, tmp_path: Path) -> None:
+    log = {"train": [9.0], "held_out": [], "averaged": [], "ngrams": {}}
+
+    def run() -> None:
+        with train.checkpoints.Saver(tmp_path, {}, 0) as saver:
+            saver.save({"x": jnp.ones(2)}, log)
+            raise RuntimeError("of a step")
+
+    with pytest.raises(RuntimeError, match="of a step"):
+        run()
+    assert train.checkpoints.newest(tmp_path) == 1
+
+
 def test_checkpoints_by_time(run: Run, out: Path) -> None:
     """Here more time than --save-minutes has always gone by."""
     assert run("--keep=9", "--save-every=100", "--save-minutes=60") == 0

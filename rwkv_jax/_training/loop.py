@@ -105,6 +105,7 @@ def train(
         metrics = Metrics(args.out, saved, tensorboard=args.tensorboard)
         stack.enter_context(contextlib.closing(metrics))
         progress = Progress(args, log, metrics, start, source.places)
+        stack.enter_context(contextlib.closing(progress))
         clock, ended = progress.clock, progress.stagnates
 
         def save(*, sound: bool = False, last: bool = True) -> None:
@@ -166,7 +167,6 @@ def train(
             if not stopped and not ended:
                 batch = take()
         clock.stop()
-        progress.close()
     if stopped:
         print(f"Interrupted after step {done}; --resume continues from {args.out}")
         return None
