@@ -1,10 +1,12 @@
 """`rwkv-jax train` with a model and data of the user: what it trains, and what it writes."""
 
+import contextlib
 import functools
 import json
 import re
 import shlex
 import signal
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -127,9 +129,9 @@ def _mesh(train: ModuleType) -> Any:
 
 @pytest.mark.parametrize("base_dtype", ["bfloat16", "int8"])
 def test_what_is_frozen_stays(train: ModuleType, base: Path, folder: Path, base_dtype: str) -> None:
-    """After steps it has the same bits, and the optimizer has no moments for it. The next step
-    finds the adapter in the dtype of the activations."""
-    sizes = ["--batch=2", "--dtype=bfloat16"]
+    """After steps it has the same bits, and the optimizer has no moments for it, nor an average.
+    The next step finds the adapter in the dtype of the activations."""
+    sizes = ["--batch=2", "--dtype=bfloat16", "--ema=0.5"]
     args = train.options.parse(
         [f"--model={base}", "--train=lora,states", f"--base={base_dtype}", *sizes]
     )
@@ -148,7 +150,12 @@ def test_what_is_frozen_stays(train: ModuleType, base: Path, folder: Path, base_
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), state.params.adapter)
     jax.tree.map(np.testing.assert_array_equal, state.copies.adapter, rounded)
     of_moments = sum(x.size for x in jax.tree.leaves(state.optimizer) if x.ndim)
-    assert of_moments == 2 * sum(x.size for x in jax.tree.leaves(state.params))
+    assert of_moments == 3 * sum(x.size for x in jax.tree.leaves(state.params))
+    whole, average = train.loop._results(state)
+    for name in ("adapter", "states"):
+        x, y = (jax.tree.leaves(getattr(found, name)) for found in (whole, average))
+        assert all(map(np.all, map(np.isfinite, y)))
+        assert not all(map(np.array_equal, x, y))
 
 
 def test_packed_rows_are_rows_of_a_document_each(
@@ -172,12 +179,63 @@ def test_packed_rows_are_rows_of_a_document_each(
         assert np.linalg.norm(z - y) <= 1e-5 * np.linalg.norm(y)
 
 
+def test_large_files_stay_on_the_disk(train: ModuleType, tmp_path: Path) -> None:
+    """Tokens of a document, and a text, which have nothing that separates documents."""
+    size = 2**22
+    write_bin_idx(tmp_path / "tokens", [np.arange(size) % 251])
+    (tmp_path / "text.txt").write_text("a text\n" * (size // 6))
+    for name in ("tokens.bin", "text.txt"):
+        args = train.options.parse([f"--data={tmp_path / name}", "--eval-tokens=4096"])
+        tracemalloc.start()
+        with contextlib.closing(train.documents.Documents(args, 256, packed=True)) as source:
+            batch = source.batch(0)
+            _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert most < 2 * size
+        assert batch.mask.mean() > 0.8
+        begin = source.held_out.tokens[0, :7].tolist()
+        if source.tokens is None:
+            assert begin == list(b"a text\n")
+        else:
+            assert source.tokens == round(0.95 * size)
+            assert begin == [(source.tokens + i) % 251 for i in range(7)]
+
+
+def test_places_of_a_batch(train: ModuleType, tmp_path: Path) -> None:
+    """Of lines, of documents of tokens, and of few documents, in files of a folder."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    words = [f"<{i}>" for i in range(65)]
+    for name, part in (("a.jsonl", words[:20]), ("b.jsonl", words[20:40])):
+        (folder / name).write_text("".join(json.dumps({"text": x}) + "\n" for x in part))
+    write_bin_idx(tmp_path / "tokens", [[*x.encode(), 0] for x in words[40:63]])
+    (folder / "a.txt").write_text(words[63])
+    (tmp_path / "b.txt").write_text(words[64])
+    given = [folder, tmp_path / "tokens.bin", tmp_path / "b.txt"]
+    options = ["--pattern=*", "--context=8", "--batch=3", f"--validation={tmp_path / 'b.txt'}"]
+    args = train.options.parse([*(f"--data={x}" for x in given), *options])
+    expected = [
+        f"{folder / name}: line {i}" for name in ("a.jsonl", "b.jsonl") for i in range(1, 21)
+    ]
+    expected += [f"{tmp_path / 'tokens.bin'}: document {i}" for i in range(23)]
+    expected += [f"{folder / 'a.txt'}: line 1", f"{tmp_path / 'b.txt'}: line 1"]
+    with contextlib.closing(train.documents.Documents(args, 256, packed=True)) as source:
+        batches = [source.batch(step).tokens.astype(np.uint8).tobytes() for step in range(9)]
+        for step in (4, 8):
+            found = {int(x) for x in re.findall(b"<([0-9]+)", batches[step])}
+            assert {expected.index(x) for x in source.places(step).split(", ")} == found
+            assert max(found) == 64
+            assert min(found) < 40
+            assert found & {*range(40, 63)}
+
+
 @pytest.mark.slow
 def test_resume_within_documents(run: Run, folder: Path, tmp_path: Path, at_step: AtStep) -> None:
     """Of several files with weights, and with dropout."""
     files = {"texts.jsonl": 2, "talks.jsonl": 1, "tokens.bin": 0.5}
     data = [f"--data={folder / name}={weight}" for name, weight in files.items()]
     options = [*data, "--train=lora,states", "--lora-dropout=0.5", "--steps=6", "--save-every=2"]
+    options.append("--ema=0.5")
     at_step(3, interrupt)
     assert run(*options, out=tmp_path / "parts") == 130
     at_step(-1, interrupt)
@@ -187,7 +245,7 @@ def test_resume_within_documents(run: Run, folder: Path, tmp_path: Path, at_step
     assert parts == whole
     assert len(set(parts["train"])) == 6
     adapters = [
-        finetuning.load_adapter(tmp_path / name / "adapter", shapes_of(rwkv7, CONFIG))
+        finetuning.load_adapter(tmp_path / name / "ema-adapter", shapes_of(rwkv7, CONFIG))
         for name in ("parts", "whole")
     ]
     jax.tree.map(np.testing.assert_array_equal, *adapters)
@@ -195,7 +253,8 @@ def test_resume_within_documents(run: Run, folder: Path, tmp_path: Path, at_step
 
 def test_stale_results(train: ModuleType, base: Path, tmp_path: Path) -> None:
     """A run removes what an earlier one has written and it does not, but not its base."""
-    for name in ("model.safetensors", "adapter/adapter_config.json", "state.pth"):
+    others = "ema-adapter/adapter_config.json", "ema-state.pth", "adapter/adapter_config.json"
+    for name in ("model.safetensors", "state.pth", *others):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("of an earlier run")
     _, parts = train.prepare(train.options.parse([f"--model={base}", "--train=states"]))
@@ -210,22 +269,25 @@ def test_stale_results(train: ModuleType, base: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("trained", ["lora", "lora,ln_out.*"])
 def test_base_of_an_adapter(train: ModuleType, base: Path, tmp_path: Path, trained: str) -> None:
     """PEFT finds the parameters that the adapter was trained with."""
-    options = [f"--model={base}", f"--train={trained}", f"--out={tmp_path}"]
+    options = [f"--model={base}", f"--train={trained}", f"--out={tmp_path}", "--ema=0.5"]
     args = train.options.parse(options)
-    train.outputs.save(args, train.prepare(args)[1], None)
-    found = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    written = tmp_path / "model.safetensors"
-    assert found["base_model_name_or_path"] == str(base if trained == "lora" else written)
+    _, parts = train.prepare(args)
+    train.outputs.save(args, parts, parts)
+    for name, model in (("adapter", "model.safetensors"), ("ema-adapter", "ema.safetensors")):
+        found = json.loads((tmp_path / name / "adapter_config.json").read_text())
+        expected = base if trained == "lora" else tmp_path / model
+        assert found["base_model_name_or_path"] == str(expected)
 
 
 def test_tools(train: ModuleType, tmp_path: Path) -> None:
     path, tools = tmp_path / "tools.json", [{"name": "f"}]
     path.write_text(json.dumps(tools))
-    form = train.documents.form(train.options.parse([f"--tools={path}"]))
+    conversations = importlib.import_module("rwkv_jax._training.conversations")
+    form = conversations.form(train.options.parse([f"--tools={path}"]))
     assert form.stop == chat.G1(tools=tools).stop
     path.write_text("{}")
     with pytest.raises(ValueError, match=r"tools\.json: the file is no JSON list of functions"):
-        train.documents.form(train.options.parse([f"--tools={path}"]))
+        conversations.form(train.options.parse([f"--tools={path}"]))
 
 
 def test_results_of_a_folder(
@@ -323,7 +385,8 @@ def test_what_does_not_fit(run: Run, folder: Path, tmp_path: Path, capsys: Any) 
     for options, message in {
         f"--data={tmp_path / 'tokens.bin'}": "document .* has the token 300; accepted are 0 to 255",
         f"--data={tmp_path / 'missing.jsonl'}": "missing.jsonl: No such file",
-        f"{text}=0": "accepted are 1 positive numbers",
+        f"{text}=-1": "whose weight is '-1'; .* with a positive number",
+        f"--data={folder} --pattern=*": "data.* has tokens.bin; accepted in a folder are",
         f"{text}=x": "whose weight is 'x'; accepted are FILE and FILE=WEIGHT",
         f"{text} --validation=0.9": "--validation is 0.9; accepted are a share",
         f"{text} --train=lora --adapter={tmp_path / 'adapter'}": "those of an adapter of rank 2",

@@ -144,6 +144,32 @@ def test_kept_checkpoints(run: Run, out: Path) -> None:
     assert steps_kept(out) == {4}
 
 
+def test_one_checkpoint(train: ModuleType, tmp_path: Path) -> None:
+    """The one before is removed when a later loss is known to be a number."""
+    log = {"train": [9.0], "held_out": [], "averaged": [], "ngrams": {}}
+    with train.checkpoints.Saver(tmp_path, {}, 0, keep=1) as saver:
+        for _ in range(2):
+            saver.save({"x": jnp.ones(2)}, log)
+            log["train"].append(9.0)
+        saver.wait()
+        for known, kept in ((2, {1, 2}), (3, {2})):
+            saver.check(known)
+            assert steps_kept(tmp_path) == kept
+
+
+def test_error_while_a_checkpoint_is_written(train: ModuleType, tmp_path: Path) -> None:
+    log = {"train": [9.0], "held_out": [], "averaged": [], "ngrams": {}}
+
+    def run() -> None:
+        with train.checkpoints.Saver(tmp_path, {}, 0) as saver:
+            saver.save({"x": jnp.ones(2)}, log)
+            raise RuntimeError("of a step")
+
+    with pytest.raises(RuntimeError, match="of a step"):
+        run()
+    assert train.checkpoints.newest(tmp_path) == 1
+
+
 def test_checkpoints_by_time(run: Run, out: Path) -> None:
     """Here more time than --save-minutes has always gone by."""
     assert run("--keep=9", "--save-every=100", "--save-minutes=60") == 0
@@ -202,21 +228,48 @@ def test_best_checkpoint(
     assert result() == 8
 
 
-def test_full_disk(run: Run, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One error, and the checkpoints before are whole. The run resumes when there is room."""
-    assert run("--steps=2") == 0
-    more = ("--resume", "--steps=2")
+def test_full_disk(
+    run: Run,
+    at_step: AtStep,
+    out: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One error, and the checkpoints before are whole. The run resumes when there is room. A run
+    without a checkpoint tries again."""
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+        with pytest.raises(SystemExit, match=r"--out .* has room for 0\.000 GB, and a checkpoint "):
+            run()
+    assert not out.exists()
+    room = contextlib.ExitStack()
+
+    def make_room() -> None:
+        for _ in range(1000):
+            if "the run goes on and tries again at its next" in capsys.readouterr().err:
+                break
+            time.sleep(0.01)
+        room.close()
+
+    more = ("--steps=3", "--keep=9")
+    with room:
+        room.enter_context(files_up_to(2**14))
+        with pytest.raises(SystemExit, match=r"the run has no checkpoint, and its steps are lost$"):
+            run("--steps=1")
+        at_step(1, make_room)
+        assert run(*more) == 0
+    assert steps_kept(out) == {2, 3}
     checkpoints = importlib.import_module("rwkv_jax._training.checkpoints")
-    shutil.rmtree(out / "checkpoint.2")
-    message = r"checkpoint\.2 cannot be written: .*; --resume continues from .*checkpoint\.1$"
+    shutil.rmtree(out / "checkpoint.3")
+    message = r"checkpoint\.3 cannot be written: .*; --resume continues from .*checkpoint\.2$"
     with files_up_to(2**14), pytest.raises(SystemExit, match=message):
-        run(*more)
+        run(*more, "--resume")
     for _ in range(50):  # other threads of Orbax may end later
         time.sleep(0.01)
     assert "Traceback" not in capsys.readouterr().err
-    assert checkpoints.newest(out) == 1
-    assert run(*more) == 0
-    assert steps_kept(out) == {1, 2}
+    assert checkpoints.newest(out) == 2
+    assert run(*more, "--resume") == 0
+    assert steps_kept(out) == {2, 3}
 
 
 def test_no_room_for_metrics(run: Run, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -286,10 +339,39 @@ def test_checkpoint_of_other_files(train: ModuleType, tmp_path: Path) -> None:
     """The checksums in a checkpoint tell a user nothing."""
     record = tmp_path / "checkpoint.1" / "record.json"
     record.parent.mkdir()
-    record.write_text(json.dumps({"options": {"data": 1, "model": 2}}))
-    for wrong, message in (({"data": 3}, "with other data"), ({"model": 3}, "with another model")):
-        with pytest.raises(SystemExit, match=f"checkpoint.1 was made {message}$"):
+    data = [[4, 1, 2, 3, 4], [7]]
+    options = {"data": data, "model": 2}
+    record.write_text(json.dumps({"options": options, "log": {}, "data": None}))
+    mended = {"data": [[4, 1, 9, 3, 4], [7]]}
+    for same in (options, mended):
+        assert train.checkpoints.record(tmp_path, 1, same) == ({}, None)
+    others = [], data[:1], [[4, 1, 2, 3, 4], [8]], [[5, 1, 2, 3, 4], [7]], [[4, 1, 9, 9, 9], [7]]
+    refused = [({"data": x}, "other data; accepted are the same") for x in others]
+    for wrong, message in (*refused, ({"model": 3}, "another model$")):
+        with pytest.raises(SystemExit, match=f"checkpoint.1 was made with {message}"):
             train.checkpoints.record(tmp_path, 1, wrong)
+
+
+def test_broken_line(run: Run, out: Path, tmp_path: Path, capsys: Any) -> None:
+    """A run that reads one ends with a checkpoint of all of its steps, and goes on when the line is
+    mended."""
+    lines = [json.dumps({"text": f"text {i:5}"}) for i in range(300)]
+    path, more = tmp_path / "texts.jsonl", ["--steps=12", "--save-every=11", "--batch=32"]
+    more.append(f"--data={path}")
+    path.write_text("\n".join([*lines[:150], "{", *lines[151:]]))
+    message = f"^{path}: line 151: .*; the run has ended after step (.*). --resume continues from "
+    with pytest.raises(ValueError, match=message) as error:
+        run(*more)
+    (step,) = steps_kept(out)
+    assert str(error.value).endswith(f"{out / f'checkpoint.{step}'}")
+    assert len(metrics(out)) == step
+    path.write_text("\n".join(lines[:299]))
+    with pytest.raises(SystemExit, match="was made with other data"):
+        run(*more, "--resume")
+    path.write_text("\n".join(lines))
+    assert run(*more, "--resume") == 0
+    assert f"Continuing after step {step}" in capsys.readouterr().out
+    assert [line["step"] for line in metrics(out)] == [*range(1, 13)]
 
 
 def test_wrong_parts(train: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,14 +68,19 @@ def test_what_is_no_number(
     monkeypatch: pytest.MonkeyPatch,
     measure: str,
 ) -> None:
-    """The run ends before a checkpoint of that step takes the place of an earlier one."""
+    """The run ends before a checkpoint of that step is written, and keeps two, because the
+    parameters of the newest one may be no numbers. The message names the documents of the batch."""
     without_computing(train, monkeypatch)
     values = [iter([jnp.float32(x) for x in (9, 8, 7, 6)]) for _ in range(2)]
     values[measure != "loss"] = iter([jnp.float32(x) for x in (9, 8, np.nan, 7)])
     measuring(train, monkeypatch, *(x.__next__ for x in values))
-    message = f"^The {measure} of step 3, with batch 2 of the data, is nan; --resume repeats "
+    lines = tmp_path / "texts.jsonl"
+    lines.write_text("".join(f"{json.dumps({'text': 'a word'})}\n" for _ in range(30)))
+    places = rf"\({options[0].removeprefix('--data=')}: line 1, {lines}: line [0-9]+, .*\)"
+    message = f"^The {measure} of step 3, with batch 2 of the data {places}, is nan; --resume "
     with pytest.raises(SystemExit, match=message):
-        train.main([*options, f"--out={tmp_path}"])
+        train.main([*options, f"--data={lines}", "--keep=1", f"--out={tmp_path / 'out'}"])
+    tmp_path = tmp_path / "out"
     assert names(tmp_path) == {"checkpoint.1", "checkpoint.2", "metrics.jsonl"}
 
 

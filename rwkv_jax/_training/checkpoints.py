@@ -7,6 +7,8 @@ import hashlib
 import importlib.util
 import json
 import logging
+import math
+import operator
 import os
 import shutil
 import sys
@@ -22,15 +24,20 @@ import numpy as np
 if not importlib.util.find_spec("orbax.checkpoint"):
     raise ModuleNotFoundError("no checkpoint can be written", name="orbax-checkpoint")
 
+from rwkv_jax._training.processes import by_first
+
 RECORD = "record.json"
 
 SUMS = "SHA256SUMS"
 """The checksums of the other files, as `sha256sum --check` reads them."""
 
-CHECKSUMS = {"data": "other data", "model": "another model"}
+CHECKSUMS = {
+    "data": "other data; accepted are the same, of which some documents may have been mended",
+    "model": "another model",
+}
 """Options in whose place checkpoints have checksums of files."""
 
-Options: TypeAlias = dict[str, str | int | float | None]
+Options: TypeAlias = dict[str, Any]
 
 
 class Log(TypedDict):
@@ -60,9 +67,25 @@ def steps(folder: Path) -> list[int]:
     return sorted((int(x) for x in names if x.isdecimal() and x == str(int(x))), reverse=True)
 
 
+def require_room(folder: Path, arrays: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    """The program exits where the disk of a folder is too full for a checkpoint of such arrays."""
+
+    def check() -> int:
+        needed = sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays.values())
+        if (free := shutil.disk_usage(folder).free) < needed:
+            sys.exit(
+                f"--out {folder} has room for {free / 1e9:.3f} GB, and a checkpoint takes "
+                f"{needed / 1e9:.3f} GB; accepted is a folder with more room"
+            )
+        return 0
+
+    by_first(check)
+
+
 class Saver:
     """A context in which checkpoints of a run are written to `folder`, and all of them are there at
-    its end. The run began after `saved` steps. Of its checkpoints the newest `keep` are kept.
+    its end. The run began after `saved` steps. Of its checkpoints the newest `keep` are kept, and
+    one more until it is known that the parameters of the newest one are numbers.
 
     A thread writes the checkpoint while training goes on. With several processes, which wait for
     each other to write one, `save` returns when it is written.
@@ -71,6 +94,7 @@ class Saver:
     def __init__(self, folder: Path, options: Options, saved: int, keep: int = 2):
         self._folder, self._options, self._keep = folder, options, keep
         self._written = [step for step in steps(folder) if step <= saved]
+        self._kept: set[int | None] = set()
         self._pool = ThreadPoolExecutor(1)
         self._writing: Future[list[int]] | None = None
 
@@ -83,16 +107,24 @@ class Saver:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._pool.shutdown(wait=isinstance(error, SystemExit | None))
+        # Only a second Ctrl-C does not wait.
+        self._pool.shutdown(wait=isinstance(error, Exception | SystemExit | None))
         if error is None:
-            self._wait()
+            self.wait()
 
-    def check(self) -> None:
-        """The program exits if a checkpoint could not be written."""
+    def check(self, known: int) -> None:
+        """The losses of `known` steps are numbers. The program exits if a checkpoint could not be
+        written."""
         if self._writing is not None and self._writing.done():
-            self._wait()
+            self.wait()
+        if self._kept and self._writing is None and known > max(self._written, default=known):
+            if jax.process_index() == 0:
+                _remove(self._folder, {*self._written} - self._kept)
+            self._written = [step for step in self._written if step in self._kept]
+            self._kept = set()
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Until the last checkpoint is written."""
         if self._writing is not None:
             self._written = self._writing.result()
             self._writing = None
@@ -104,18 +136,23 @@ class Saver:
         position: Any = None,
         *,
         best: int | None = None,
+        sound: bool = False,
+        last: bool = False,
     ) -> None:
         """Begin to write the checkpoint of all steps in `log`, when the one before is written. The
-        arrays are no longer needed when this returns. `position` is that of the data.
+        arrays are no longer needed when this returns. `position` is that of the data. The
+        parameters are known to be numbers if `sound`, and the run saves no more if `last`.
 
         Then all checkpoints are removed but the newest ones and the one after `best` steps. A
         checkpoint gets its name when it is complete. The program exits where the one before could
-        not be written.
+        not be written, unless the run had none at all then.
         """
-        self._wait()
+        self.wait()
         record = json.dumps({"options": self._options, "log": log, "data": position})
-        step, keep = len(log["train"]), {*self._written[: self._keep - 1], best}
-        write = functools.partial(_write, self._folder, step, record, self._written, keep)
+        step = len(log["train"])
+        self._kept = {step, *self._written[: self._keep - 1], best}
+        keep = self._kept if sound else self._kept | {*self._written[:1]}
+        write = functools.partial(_write, self._folder, step, record, self._written, keep, last)
         if jax.process_count() > 1:
             self._written = write(arrays)
             return
@@ -133,10 +170,14 @@ def _write(
     record: str,
     written: Sequence[int],
     keep: Collection[int | None],
+    last: bool,
     values: Mapping[str, jax.Array | np.ndarray],
 ) -> list[int]:
     """Write the checkpoint after so many steps, and return the numbers of steps of the checkpoints
-    that there are then, the largest first: this one and those of `written` that are in `keep`."""
+    that there are then, the largest first: this one and those of `written` that are in `keep`.
+
+    Where that fails, the program exits, unless this would be the first checkpoint and not the last.
+    """
     unfinished, whole = folder / "unfinished", path(folder, step)
     kept = {step, *(x for x in written if x in keep)}
     try:
@@ -148,17 +189,33 @@ def _write(
             # A checkpoint of that name is damaged, or of a run that --force replaces.
             shutil.rmtree(whole, ignore_errors=True)
             os.replace(unfinished, whole)
-            for other in {*steps(folder)} - kept:
-                shutil.rmtree(path(folder, other), ignore_errors=True)
+            _remove(folder, {*steps(folder)} - kept)
     except (OSError, ValueError) as error:  # TensorStore raises a ValueError where a disk is full
-        hint = f"; --resume continues from {path(folder, written[0])}" if written else ""
-        message = f"{whole} cannot be written: {str(error).partition(' [')[0]}{hint}"
+        message = f"{whole} cannot be written: {str(error).partition(' [')[0]}"
+        if written:
+            message += f"; --resume continues from {path(folder, written[0])}"
+        elif jax.process_count() == 1 and not last:
+            for part in folder.glob("unfinished*"):
+                shutil.rmtree(part, ignore_errors=True)
+            print(
+                f"{message}; the run goes on and tries again at its next checkpoint. Until then no "
+                "step is saved: make room, or end the run",
+                file=sys.stderr,
+            )
+            return []
+        else:
+            message += "; the run has no checkpoint, and its steps are lost"
         if jax.process_count() > 1:
             # At a usual exit this process would wait for others, which may wait for this one.
             print(message, file=sys.stderr, flush=True)
             os._exit(1)
         sys.exit(message)
     return sorted(kept, reverse=True)
+
+
+def _remove(folder: Path, numbers: Collection[int]) -> None:
+    for step in numbers:
+        shutil.rmtree(path(folder, step), ignore_errors=True)
 
 
 def newest(folder: Path) -> int:
@@ -183,10 +240,19 @@ def record(folder: Path, step: int, options: Options) -> tuple[Log, Any]:
     checkpoint = path(folder, step)
     found = json.loads((checkpoint / RECORD).read_text())
     for name, value in options.items():
-        if (before := found["options"].get(name)) != value:
+        same = _same_data if name == "data" else operator.eq
+        if not same(before := found["options"].get(name), value):
             differs = CHECKSUMS.get(name, f"{name} {before}, not {value}")
             sys.exit(f"{checkpoint} was made with {differs}")
     return found["log"], found["data"]
+
+
+def _same_data(before: Any, now: Sequence[Sequence[int]]) -> bool:
+    """Whether both are checksums of the same data, of which some documents may have been mended."""
+    if not isinstance(before, list) or [x[:1] for x in before] != [x[:1] for x in now]:
+        return False
+    pairs = [list(map(operator.eq, *both)) for both in zip(before, now, strict=True)]
+    return all(2 * sum(same[1:]) >= len(same[1:]) for same in pairs)
 
 
 def load(

@@ -6,7 +6,7 @@ import os
 import sys
 import sysconfig
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -60,8 +60,10 @@ class Source(Protocol):
         ...
 
     @property
-    def checksum(self) -> int | None:
-        """A number that tells files apart, or None where no files are read."""
+    def checksums(self) -> Sequence[Sequence[int]]:
+        """Numbers that tell data apart, a list for each file or folder. The first number of a list
+        is always that of the data, and most of the others are, also where some documents have been
+        mended."""
         ...
 
     @property
@@ -84,6 +86,10 @@ class Source(Protocol):
         one before that `batch` has made."""
         ...
 
+    def places(self, step: int) -> str:
+        """Where the documents of the batch of a step are, one of the last seven, if it is known."""
+        ...
+
     def resume(self, step: int, position: Any) -> None:
         """Go on after so many steps."""
         ...
@@ -100,6 +106,9 @@ class ByStep:
 
     def position(self, step: int) -> None:
         return None
+
+    def places(self, step: int) -> str:
+        return ""
 
     def resume(self, step: int, position: None) -> None:
         pass
@@ -118,7 +127,7 @@ class StandardLibrary(ByStep):
         rows = evenly_spaced(held_out, count=count, context=args.context)
         self.held_out = windows(rows)
         self.ngrams = ngram_losses(self._text, rows)
-        self.checksum = zlib.crc32(self._text.tobytes())
+        self.checksums = [[zlib.crc32(self._text.tobytes())]]
         self.tokens = len(self._text)
 
     def __str__(self) -> str:

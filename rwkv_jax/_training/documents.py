@@ -1,42 +1,27 @@
 """Documents of files, packed into rows."""
 
 import argparse
+import contextlib
+import math
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rwkv_jax import _files, data, tokenizers
-from rwkv_jax._training.conversations import form
-from rwkv_jax._training.data import Batch, checksum_of, files
-from rwkv_jax.data import Document, Source
+from rwkv_jax._training.data import Batch
+from rwkv_jax._training.sources import Opener, numbers, split
+from rwkv_jax.data import Source
 from rwkv_jax.tokenizers import Tokenizer
 
+_FEW = 20
+"""Fewer documents than so many are in memory if their files are small, to be shuffled in parts."""
 
-class Encoded:
-    """A source of documents in memory, which is shuffled in parts even if it is one text.
-
-    Attributes:
-      sizes: the number of tokens of each document.
-      counts: whether any prediction counts.
-    """
-
-    def __init__(self, documents: Sequence[Document]):
-        self._documents = [x for x in documents if len(x.tokens)]
-        self.sizes = np.array([len(x.tokens) for x in self._documents], np.int64)
-        self.counts = any(x.counts[1:].any() for x in self._documents)
-
-    def __len__(self) -> int:
-        return len(self._documents)
-
-    def __getitem__(self, number: int, /) -> Document:
-        return self._documents[number]
-
-    def part(self, number: int, start: int, stop: int) -> Document:
-        return Document(*(x[start:stop] for x in self._documents[number]))
+_SHOWN = 8
+"""How many documents of a batch a message names."""
 
 
 class Documents:
@@ -52,30 +37,34 @@ class Documents:
 
     def __init__(self, args: argparse.Namespace, vocabulary: int, *, packed: bool):
         given = [_weighted(text) for text in args.data]
-        self.tokenizer = _tokenizer(args, vocabulary)
-        open_ = _Opener(args, vocabulary, self.tokenizer)
-        sources = [open_(path) for path, _ in given]
         weights = [weight for _, weight in given]
         share, validation = _validation(args.validation)
+        self.tokenizer = _tokenizer(args, vocabulary)
+        few = max(_FEW, round(1 / share)) if share else _FEW
+        open_ = Opener(args, vocabulary, self.tokenizer, few)
+        found = [open_(path) for path, _ in given]
+        sources: Sequence[Any] = found
         if validation is None:
-            pairs = [_split(x, share) for x in sources]
-            sources, held_out = (list(x) for x in zip(*pairs, strict=True))
+            sources, held_out = zip(*(split(x, share) for x in found), strict=True)
         else:
-            sources, held_out = [_in_parts(x) for x in sources], [open_(validation)]
-        self._documents = sum(map(len, sources))
+            held_out = [open_(validation)]
+            found = found + held_out
+        self._sources = sources
         sized = [x for x in sources if isinstance(x, data.SizedSource)]
         self.tokens = sum(int(x.sizes.sum()) for x in sized) if len(sized) == len(sources) else None
         self._options = {"context": args.context, "packed": packed}
         self.held_out = self._rows(held_out, max(1, args.eval_tokens // args.context))
-        options = {"batch": args.batch, "seed": args.seed, "weights": weights}
-        self._batches = data.training_batches(sources, **options, **self._options)
-        self._positions: dict[int, Any] = {}
+        self._order = {"batch": args.batch, "seed": args.seed, "weights": weights}
+        self._batches = self._made_of(sources)
+        self._positions: dict[int, Any] = {0: self._batches.get_state()}
         self._places = self._counted = 0
-        self.checksum = zlib.crc32(repr(weights).encode(), checksum_of(open_.files))
+        self.checksums = [[len(x), *x.checksums()] for x in found]
+        self.checksums.append([zlib.crc32(repr(weights).encode())])
 
     def __str__(self) -> str:
         held_out = np.count_nonzero(np.asarray(self.held_out.mask))
-        return f"{self._documents:,} documents to train on, {held_out:,} held-out tokens to predict"
+        documents = sum(map(len, self._sources))
+        return f"{documents:,} documents to train on, {held_out:,} held-out tokens to predict"
 
     @property
     def efficiency(self) -> float | None:
@@ -96,9 +85,27 @@ class Documents:
         self._batches.set_state(position)
         self._positions[step] = position
 
+    def places(self, step: int) -> str:
+        """Where the documents are that the batch of a step has, which is one of the last seven."""
+        firsts = np.cumsum([0, *map(len, self._sources)])
+        numbered = [numbers(x, int(i)) for x, i in zip(self._sources, firsts[:-1], strict=True)]
+        with contextlib.closing(self._made_of(numbered)) as batches:
+            batches.set_state(self._positions[step])
+            batch = next(batches)
+        found = np.unique(batch.tokens[batch.segment_ids > 0])
+        shown = []
+        for number in map(int, found[:_SHOWN]):
+            i = int(np.searchsorted(firsts, number, side="right")) - 1
+            shown.append(self._sources[i].place(number - int(firsts[i])))
+        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        return f"{', '.join(shown)}{more}"
+
     def close(self) -> None:
         """End the threads that make batches."""
         self._batches.close()
+
+    def _made_of(self, sources: Sequence[Source]) -> data.Batches:
+        return data.training_batches([*sources], **self._order, **self._options)
 
     def _rows(self, sources: Sequence[Source], rows: int) -> Batch:
         """The first rows of the documents of all sources, about so many."""
@@ -113,42 +120,18 @@ class Documents:
         return Batch(*(np.concatenate(x) for x in zip(*found, strict=True)))
 
 
-class _Opener:
-    """Makes sources of paths. `files` are those that it has opened."""
-
-    def __init__(self, args: argparse.Namespace, vocabulary: int, tokenizer: Tokenizer | None):
-        self._args, self._vocabulary, self._tokenizer = args, vocabulary, tokenizer
-        self.files: list[Path] = []
-
-    def __call__(self, path: Path) -> Source:
-        index = path.with_name(path.name + ".idx")
-        if path.suffix in (".bin", ".idx") or (not path.exists() and index.exists()):
-            self.files.append(path if path.exists() else index)
-            return data.BinIdx(path, vocab_size=self._vocabulary)
-        # Where it is not known, to ask again raises the error that says what is accepted.
-        tokenizer = self._tokenizer or tokenizers.load(
-            tokenizers.for_vocabulary(self._vocabulary, checkpoint=self._args.model)
-        )
-        paths = files(path, self._args.pattern) if path.is_dir() else [path]
-        if not paths:
-            raise ValueError(f"--data: {path} has no files {self._args.pattern}")
-        self.files += paths
-        if path.suffix in (".jsonl", ".json", ".ndjson"):
-            return data.JsonLines(paths, tokenizer, form=form(self._args))
-        return data.Text(paths, tokenizer, separator=self._args.separator)
-
-
 def _weighted(text: str) -> tuple[Path, float]:
     """The path and the weight in FILE or FILE=WEIGHT."""
     path, equals, weight = text.rpartition("=")
     if not equals or os.path.exists(text):
         return _files.expanded(text), 1.0
-    try:
-        return _files.expanded(path), float(weight)
-    except ValueError:
-        raise ValueError(
-            f"--data is {text}, whose weight is {weight!r}; accepted are FILE and FILE=WEIGHT"
-        ) from None
+    with contextlib.suppress(ValueError):
+        if 0 < float(weight) < math.inf:
+            return _files.expanded(path), float(weight)
+    raise ValueError(
+        f"--data is {text}, whose weight is {weight!r}; accepted are FILE and FILE=WEIGHT, with a "
+        "positive number"
+    )
 
 
 def _validation(given: str) -> tuple[float, Path | None]:
@@ -175,38 +158,3 @@ def _tokenizer(args: argparse.Namespace, vocabulary: int) -> Tokenizer | None:
         except ValueError:
             return None
     return tokenizers.load(name, vocabulary)
-
-
-def _split(source: Source, share: float) -> tuple[Source, Source]:
-    """What of a source is trained on and what is held out. Of few documents, which may be a single
-    text, the last tokens are held out."""
-    every = round(1 / share)
-    if len(source) >= every:
-        return data.split(source, every)
-    documents = [source[i] for i in range(len(source))]
-    counts = np.concatenate([x.counts for x in documents])
-    total = int(counts.sum())
-    kept = max(1, min(round(total * (1 - share)), total - 2))
-    cut = int(np.searchsorted(np.cumsum(counts), kept)) + 1
-    parts = Encoded([*_pieces(documents, 0, cut)]), Encoded([*_pieces(documents, cut, len(counts))])
-    if not all(part.counts for part in parts):
-        raise ValueError(
-            "--data: there are too few tokens to hold some out; give --validation FILE"
-        )
-    return parts
-
-
-def _in_parts(source: Source) -> Source:
-    """The same source, in memory if it has few documents, so that these are shuffled in parts."""
-    few = len(source) < 20 and not isinstance(source, data.SizedSource)
-    return Encoded([source[i] for i in range(len(source))]) if few else source
-
-
-def _pieces(documents: Sequence[Document], start: int, stop: int) -> Iterator[Document]:
-    """What of documents is between two places of all their tokens."""
-    before = 0
-    for document in documents:
-        size = len(document.tokens)
-        part = slice(min(max(start - before, 0), size), min(max(stop - before, 0), size))
-        yield Document(document.tokens[part], document.counts[part])
-        before += size

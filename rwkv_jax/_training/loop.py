@@ -65,6 +65,7 @@ def train(
         source.resume(saved, position)
     optimizer = make_optimizer(args)
     shapes = steps.state_shapes(model, optimizer)
+    checkpoints.require_room(args.out, steps.named(shapes))
     evaluate = evaluation(model, source.held_out, args.batch // args.accumulate)
     done, stopped = saved, False
     began = saved_at = time.perf_counter()
@@ -97,8 +98,35 @@ def train(
         # Not earlier, because it removes what follows the checkpoint.
         metrics = Metrics(args.out, saved, tensorboard=args.tensorboard)
         stack.enter_context(contextlib.closing(metrics))
-        progress = Progress(args, log, metrics, start)
+        progress = Progress(args, log, metrics, start, source.places)
+        stack.enter_context(contextlib.closing(progress))
         clock, ended = progress.clock, progress.stagnates
+
+        def save(*, sound: bool = False, last: bool = True) -> None:
+            metrics.flush()
+            best = progress.best if args.best else None
+            position = source.position(done)
+            saver.save(steps.named(state), log, position, best=best, sound=sound, last=last)
+
+        def take() -> Batch | None:
+            """The next batch. Where the data cannot be read, the finished steps are saved first.
+            Several processes do not do so, which may not all have failed to read."""
+            try:
+                return batches.take()
+            except (OSError, ValueError) as error:
+                if jax.process_count() > 1:
+                    raise
+                try:
+                    progress.read()
+                    if not saves:
+                        save()
+                    saver.wait()
+                except SystemExit as failure:
+                    then = str(failure)
+                else:
+                    then = f"--resume continues from {checkpoints.path(args.out, done)}"
+                kind = OSError if isinstance(error, OSError) else ValueError
+                raise kind(f"{error}; the run has ended after step {done}. {then}") from error
 
         def overdue() -> bool:
             """Whether the last checkpoint is too old, which the first of several processes says to
@@ -112,7 +140,7 @@ def train(
             state, measures = compiling.result()(state, batch)
             done += 1
             progress.add(measures)
-            saver.check()
+            saver.check(len(log["train"]))
             stopped = interruption.in_any_process(done)
             last = done == args.steps
             evaluates = done % args.eval_every == 0 or last
@@ -127,15 +155,12 @@ def train(
                     ended = progress.stagnates
                     saves = saves or ended or (args.best and progress.best == done)
                 if saves:
-                    metrics.flush()
-                    best = progress.best if args.best else None
-                    saver.save(steps.named(state), log, source.position(done), best=best)
+                    save(sound=evaluates, last=last or stopped or ended)
                     saved_at = time.perf_counter()
                 clock.go()
             if not stopped and not ended:
-                batch = batches.take()
+                batch = take()
         clock.stop()
-        progress.close()
     if stopped:
         print(f"Interrupted after step {done}; --resume continues from {args.out}")
         return None

@@ -157,7 +157,7 @@ def add_optimizer_arguments(parser: argparse.ArgumentParser) -> None:
         "--ema",
         type=accepting(float, lambda x: 0 < x < 1, "a number between 0 and 1"),
         metavar="DECAY",
-        help="also evaluate and write the exponential moving average of the parameters, of which "
+        help="also evaluate and write the exponential moving average of what is trained, of which "
         "each step back counts so much less; no average if not given",
     )
 
@@ -178,8 +178,6 @@ def add_keeping_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_optimizer(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    if args.ema and {LORA, STATES} & {*targets(args.train)}:
-        parser.error(f"--ema with --train {args.train}; accepted are all, and patterns")
     rows = (args.mesh or {}).get("data", 1) * args.accumulate
     if args.accumulate > 1 and args.batch % rows:
         parser.error(
@@ -523,12 +521,12 @@ def config(args: argparse.Namespace) -> Any:
     return new_config(args) if found is None else found.config
 
 
-def recorded(args: argparse.Namespace, checksum: int | None) -> Options:
-    """The options that a resumed run has to share, by name. `checksum` stands for the data."""
+def recorded(args: argparse.Namespace, checksums: Sequence[Sequence[int]]) -> Options:
+    """The options that a resumed run has to share, by name. `checksums` stand for the data."""
     options = {name: x for name, x in vars(args).items() if name not in MAY_CHANGE}
     found, sizes = base(args), config(args)
     return options | {
-        "data": checksum,
+        "data": checksums,
         # Its path may change, but not what it has.
         "model": found and checksum_of(map(Path, found.files)),
         "layers": sizes.num_layers,

@@ -6,7 +6,7 @@ import fcntl
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
@@ -15,10 +15,17 @@ from rwkv_jax._training import checkpoints, conversations, parts
 from rwkv_jax._training.processes import by_first
 from rwkv_jax.models._checkpoints import saving, text_files
 
-MODEL, AVERAGE = ("model.safetensors", "model"), ("ema.safetensors", "ema")
+MODEL = ("model.safetensors", "model")
 ADAPTER, STATES, LOG, PLOT = "adapter", "state.pth", "log.json", "loss.png"
-"""What a finished run has in its folder. A model and its average are files or, where that of
---model is a folder, folders. The adapter is a folder of PEFT."""
+"""What a finished run has in its folder. A model is a file or, where that of --model is a folder, a
+folder. The adapter is a folder of PEFT."""
+
+AVERAGES = {
+    **dict(zip(MODEL, ("ema.safetensors", "ema"), strict=True)),
+    ADAPTER: "ema-adapter",
+    STATES: "ema-state.pth",
+}
+"""The names of what has the averages of what is trained."""
 
 METRICS = "metrics.jsonl"
 """A file of a run from its begin on."""
@@ -30,17 +37,21 @@ def reserved(args: argparse.Namespace) -> Iterator[int]:
     goes on: 0, or that of the newest checkpoint with --resume.
 
     The program exits where the folder cannot be written to, is in use, or has results that neither
-    --resume nor --force lets the run replace.
+    --resume nor --force lets the run replace. A folder that is new and in which nothing is written
+    is removed again.
     """
     with contextlib.ExitStack() as lock:
 
         def first() -> int:
             with written(args.out):
+                is_new = not args.out.exists()
                 args.out.mkdir(parents=True, exist_ok=True)
                 _lock(lock.enter_context(open(args.out / "lock", "a")), args.out)
+                if is_new:
+                    lock.callback(_remove_unused, args.out)
                 tempfile.TemporaryFile(dir=args.out).close()
                 for name in _present(args.out, METRICS):
-                    if name not in (MODEL[1], AVERAGE[1], ADAPTER):
+                    if name not in (MODEL[1], AVERAGES[MODEL[1]], ADAPTER, AVERAGES[ADAPTER]):
                         open(args.out / name, "r+b").close()
             if args.resume:
                 return checkpoints.newest(args.out)
@@ -49,6 +60,12 @@ def reserved(args: argparse.Namespace) -> Iterator[int]:
             return 0
 
         yield by_first(first)
+
+
+def _remove_unused(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        if [x.name for x in folder.iterdir()] == ["lock"]:
+            shutil.rmtree(folder)
 
 
 @contextlib.contextmanager
@@ -72,7 +89,7 @@ def _lock(file: IO[str], folder: Path) -> None:
 
 def _present(folder: Path, *more: str) -> list[str]:
     """The files of a finished run in the folder, and those of `more`."""
-    names = (*MODEL, *AVERAGE, ADAPTER, STATES, LOG, PLOT, *more)
+    names = (*AVERAGES, *AVERAGES.values(), LOG, PLOT, *more)
     return [name for name in names if (folder / name).exists()]
 
 
@@ -102,21 +119,22 @@ def results(args: argparse.Namespace) -> list[str]:
     in_folder = _names_of_folder(args) is not None
     found = {
         MODEL[in_folder]: bool(parts.patterns(args.train)),
-        AVERAGE[in_folder]: args.ema is not None,
         ADAPTER: parts.LORA in named,
         STATES: parts.STATES in named,
     }
-    return [name for name, there in found.items() if there]
+    trained = [name for name, there in found.items() if there]
+    return [*trained, *(AVERAGES[name] for name in trained if args.ema)]
 
 
 def save(args: argparse.Namespace, result: parts.Parts, average: parts.Parts | None) -> None:
     """Write what of a model was trained, and its average if there is one, in place of what an
     earlier run has written, but for what this run began with."""
     written, beside = results(args), conversations.beside(args)
-    others = {*MODEL, *AVERAGE, ADAPTER, STATES} - {*written}
+    others = {*AVERAGES, *AVERAGES.values()} - {*written}
     given = [_files.expanded(x) for x in (args.model, args.adapter, args.initial_state) if x]
     # --model may be a folder with one of these files.
-    began = {(x / name).resolve() for x in given for name in (".", *MODEL, *AVERAGE)}
+    of_models = [*MODEL, *(AVERAGES[name] for name in MODEL)]
+    began = {(x / name).resolve() for x in given for name in (".", *of_models)}
     for path in (args.out / name for name in others):
         if path.is_dir() and path.resolve() not in began:
             shutil.rmtree(path)
@@ -125,21 +143,30 @@ def save(args: argparse.Namespace, result: parts.Parts, average: parts.Parts | N
     for path in (args.out / name for name in written):
         if path.is_dir() and path.resolve() not in began:
             text_files.remove(path)
-    names = _names_of_folder(args)
-    for one, either in ((result, MODEL), (average, AVERAGE)):
-        path = args.out / either[names is not None]
-        if one is None or path.name not in written:
-            continue
-        models.save(path, one.params, names=names or "official", source=args.model)
+    for one, averages in ((result, False), (average, True)):
+        if one is not None:
+            paths = {of: args.out / (name if averages else of) for of, name in AVERAGES.items()}
+            _save(args, one, {of: x for of, x in paths.items() if x.name in written}, beside)
+
+
+def _save(
+    args: argparse.Namespace,
+    result: parts.Parts,
+    paths: Mapping[str, Path],
+    beside: conversations.Beside,
+) -> None:
+    names, base = _names_of_folder(args), args.model
+    for path in (paths[name] for name in MODEL if name in paths):
+        models.save(path, result.params, names=names or "official", source=args.model)
+        base = str(path)
         if names:
             beside.write(path, tokenizer=True)
-    if ADAPTER in written:
+    if ADAPTER in paths:
         names = "hf" if hasattr(result.params.blocks[0].att, "r_k") else "official"
-        base = _model(args)
-        finetuning.save_adapter(args.out / ADAPTER, result.adapter, names=names, base=base)
-        beside.write(args.out / ADAPTER, tokenizer=False)
-    if STATES in written:
-        models.save_state(args.out / STATES, result.initial_state(1, "float32"))
+        finetuning.save_adapter(paths[ADAPTER], result.adapter, names=names, base=base)
+        beside.write(paths[ADAPTER], tokenizer=False)
+    if STATES in paths:
+        models.save_state(paths[STATES], result.initial_state(1, "float32"))
 
 
 def _model(args: argparse.Namespace) -> str:

@@ -2,8 +2,10 @@
 
 import argparse
 import collections
+import contextlib
 import math
 import sys
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -27,8 +29,16 @@ class Progress:
       clock: goes from the end of the first step on.
     """
 
-    def __init__(self, args: argparse.Namespace, log: Log, metrics: Metrics, start: Start):
-        self.log, self.clock = log, Clock()
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        log: Log,
+        metrics: Metrics,
+        start: Start,
+        places: Callable[[int], str],
+    ):
+        """`places` says where the documents of the batch of one of the last steps are."""
+        self.log, self.clock, self._places = log, Clock(), places
         self._patience = args.patience
         self._tokens, self._metrics, self._start = args.batch * args.context, metrics, start
         self._saved, self._lap = len(log["train"]), 0.0
@@ -107,5 +117,12 @@ class Progress:
 
     def _require_number(self, step: int, name: str, value: float) -> None:
         if not math.isfinite(value):
-            which = f"The {name} of step {step}, with batch {step - 1} of the data,"
-            sys.exit(f"{which} is {value}; --resume repeats the steps after the last checkpoint")
+            where = ""
+            with contextlib.suppress(OSError, ValueError):
+                where = self._places(step - 1)
+            sys.exit(
+                f"The {name} of step {step}, with batch {step - 1} of the data"
+                f"{where and f' ({where})'}, is {value}; --resume repeats the steps after the last "
+                "checkpoint. If it ends in the same way, remove that checkpoint to repeat those "
+                "after the one before"
+            )

@@ -92,7 +92,7 @@ def run(args: argparse.Namespace, saved: int, start: clocks.Start) -> int:
     with contextlib.closing(source_of(args)) as source:
         model, initial = prepare(args)
         start.part("data and start of the devices")
-        recorded = options.recorded(args, source.checksum)
+        recorded = options.recorded(args, source.checksums)
         trained = sizes.size(model.split(model.shapes)[0])
         print(
             f"{model.generation} of {sizes.size(model.shapes.params):,} parameters, {trained:,} "

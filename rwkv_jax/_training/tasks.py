@@ -6,7 +6,7 @@ trained model is judged by whether it gives whole answers without an error.
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -76,7 +76,7 @@ class Examples(ByStep):
     """
 
     ngrams: Mapping[str, float] = {}
-    checksum: int | None = None
+    checksums: Sequence[Sequence[int]] = ()
     tokens: int | None = None
 
     def __init__(self, args: argparse.Namespace):

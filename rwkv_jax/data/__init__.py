@@ -13,6 +13,7 @@ from rwkv_jax.data._batches import validation_batches as validation_batches
 from rwkv_jax.data._bin_idx import BinIdx as BinIdx
 from rwkv_jax.data._bin_idx import write_bin_idx as write_bin_idx
 from rwkv_jax.data._documents import Document as Document
+from rwkv_jax.data._documents import FileSource as FileSource
 from rwkv_jax.data._documents import SizedSource as SizedSource
 from rwkv_jax.data._documents import Source as Source
 from rwkv_jax.data._json_lines import JsonLines as JsonLines

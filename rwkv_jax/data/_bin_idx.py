@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from rwkv_jax import _files
-from rwkv_jax.data._documents import Document
+from rwkv_jax.data._documents import BEGIN, Document, checksums
 
 _MAGIC = b"MMIDIDX\0\0"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -78,10 +78,20 @@ class BinIdx:
         for token in (tokens.min(), tokens.max()):
             if not 0 <= token < self._vocab_size:
                 raise ValueError(
-                    f"{self._path}: document {number} has the token {token}; accepted are 0 to "
+                    f"{self.place(number)} has the token {token}; accepted are 0 to "
                     f"{self._vocab_size - 1}"
                 )
         return Document(tokens.astype(np.int32), np.ones(len(tokens), bool))
+
+    def place(self, number: int) -> str:
+        return f"{self._path}: document {number}"
+
+    def checksums(self) -> list[int]:
+        def content(number: int) -> bytes:
+            start, end = self._starts[number : number + 2]
+            return self._tokens[start : min(end, start + BEGIN)].tobytes()
+
+        return checksums(self, content)
 
 
 def write_bin_idx(

@@ -1,11 +1,15 @@
 """What a document is, and how it is made of text."""
 
-from collections.abc import Iterable
+import zlib
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
 from rwkv_jax.tokenizers import Tokenizer
+
+BEGIN = 2**16
+"""How many bytes or tokens of a document its checksum is of."""
 
 
 class Document(NamedTuple):
@@ -29,6 +33,19 @@ class Source(Protocol):
     def __getitem__(self, number: int, /) -> Document: ...
 
 
+class FileSource(Source, Protocol):
+    """Documents of files."""
+
+    def place(self, number: int) -> str:
+        """Where a document is, for messages: its file, and the line or the number."""
+        ...
+
+    def checksums(self) -> list[int]:
+        """Checksums of how up to 64 documents begin, from the first one to the last. Most of them
+        stay the same where some documents are mended."""
+        ...
+
+
 @runtime_checkable
 class SizedSource(Source, Protocol):
     """A source that knows the lengths of its documents without reading them. Long documents are
@@ -43,6 +60,12 @@ class SizedSource(Source, Protocol):
     def part(self, number: int, start: int, stop: int) -> Document:
         """The tokens of a document from `start` on and before `stop`."""
         ...
+
+
+def checksums(source: Source, content: Callable[[int], bytes]) -> list[int]:
+    """Those of the contents of up to 64 documents of a source, from the first one to the last."""
+    numbers = np.linspace(0, len(source) - 1, min(len(source), 64)).astype(int)
+    return [zlib.crc32(content(int(number))) for number in numbers]
 
 
 def encoded(tokenizer: Tokenizer, parts: Iterable[tuple[str, bool]]) -> Document:

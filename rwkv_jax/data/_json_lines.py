@@ -5,7 +5,7 @@ from typing import Any
 
 from rwkv_jax.chat import G1, Template
 from rwkv_jax.data._conversations import parts
-from rwkv_jax.data._documents import Document, encoded
+from rwkv_jax.data._documents import BEGIN, Document, checksums, encoded
 from rwkv_jax.data._ranges import Paths, Ranges, lines
 from rwkv_jax.tokenizers import Tokenizer
 
@@ -49,6 +49,12 @@ class JsonLines:
             return self._document(json.loads(self._ranges.read(number)))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{self._ranges.place(number)}: {error}") from None
+
+    def place(self, number: int) -> str:
+        return self._ranges.place(range(len(self))[number])
+
+    def checksums(self) -> list[int]:
+        return checksums(self, lambda number: self._ranges.read(number, BEGIN))
 
     def _document(self, line: Any) -> Document:
         match line:

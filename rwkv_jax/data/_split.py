@@ -1,5 +1,7 @@
 """Documents that are held out."""
 
+from typing import Any
+
 import numpy as np
 
 from rwkv_jax.data._documents import Document, SizedSource, Source
@@ -41,6 +43,11 @@ class _Part:
 
     def __getitem__(self, number: int, /) -> Document:
         return self._source[self._number(number)]
+
+    def place(self, number: int) -> str:
+        """Where the source says that a document is, if it does."""
+        source: Any = self._source
+        return source.place(self._number(number))
 
     def _number(self, number: int) -> int:
         return int(self._numbers(np.array([range(self._len)[number]]))[0])

@@ -5,7 +5,8 @@ import re
 
 import numpy as np
 
-from rwkv_jax.data._documents import Document, encoded
+from rwkv_jax._operator import check
+from rwkv_jax.data._documents import BEGIN, Document, checksums, encoded
 from rwkv_jax.data._ranges import Paths, Ranges
 from rwkv_jax.tokenizers import Tokenizer
 
@@ -22,6 +23,9 @@ class Text:
       tokenizer: what makes tokens of the text.
       separator: the line between two documents of a file, such as "<|endoftext|>", or "" for blank
         lines. New lines in front of it belong to it. If None, each file is a document.
+      part: documents of more than 4 MiB are cut into parts of about so many bytes, from 1024 on,
+        where lines end. Each part is then a document, which is read when its turn comes. If None, a
+        document is read as a whole.
 
     Raises:
       FileNotFoundError: there is no such file.
@@ -29,11 +33,21 @@ class Text:
         document is read that is empty or no UTF-8, with its file and line.
     """
 
-    def __init__(self, paths: Paths, tokenizer: Tokenizer, *, separator: str | None = None):
+    def __init__(
+        self,
+        paths: Paths,
+        tokenizer: Tokenizer,
+        *,
+        separator: str | None = None,
+        part: int | None = None,
+    ):
         if separator is not None and separator.splitlines() not in ([], [separator]):
             raise ValueError(f"Text: separator is {separator!r}; accepted is one line, without end")
+        if part is not None:
+            check.number("Text", "part", part, 2**10)
         self._tokenizer, self._separated = tokenizer, separator is not None
-        self._ranges = Ranges(paths, None if separator is None else _Separated(separator))
+        find = None if separator is None else _Separated(separator)
+        self._ranges = Ranges(paths, find, part)
 
     def __len__(self) -> int:
         return len(self._ranges)
@@ -42,10 +56,19 @@ class Text:
         number = range(len(self))[number]
         try:
             text = self._ranges.read(number).decode("utf-8-sig")
+            if not self._ranges.is_last(number):
+                tokens = np.array(self._tokenizer.encode(text), np.int32)
+                return Document(tokens, np.ones(len(tokens), bool))
             text = text.rstrip("\r\n") if self._separated else text
             return encoded(self._tokenizer, [(text, True)])
         except ValueError as error:
             raise ValueError(f"{self._ranges.place(number)}: {error}") from None
+
+    def place(self, number: int) -> str:
+        return self._ranges.place(range(len(self))[number])
+
+    def checksums(self) -> list[int]:
+        return checksums(self, lambda number: self._ranges.read(number, BEGIN))
 
 
 class _Separated:
