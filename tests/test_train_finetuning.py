@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib
 import json
 import re
 import shlex

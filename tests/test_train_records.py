@@ -4,6 +4,7 @@ of options, and what is said before a run.
 The steps of most runs here compute nothing.
 """
 
+import contextlib
 import importlib
 import json
 import shutil
