@@ -70,8 +70,11 @@ def train(
     done, stopped = saved, False
     began = saved_at = time.perf_counter()
 
+    first = source.batch(saved) if saved < args.steps else None
+
     def make(step: int) -> Batch:
-        return steps.on_mesh(source.batch(step), model.mesh)
+        batch = first if first is not None and step == saved else source.batch(step)
+        return steps.on_mesh(batch, model.mesh)
 
     with (
         Interruption() as interruption,
@@ -79,11 +82,10 @@ def train(
         checkpoints.Saver(args.out, options, saved, args.keep) as saver,
         contextlib.ExitStack() as stack,
     ):
-        batch = batches.take()
         start.part("first batch")
         compiling: Future[Step] = Future()
-        if batch is not None:
-            compiling = compiled_step(model, optimizer, shapes, batch, args, start)
+        if first is not None:
+            compiling = compiled_step(model, optimizer, shapes, first, args, start)
         if saved:
             arrays = checkpoints.load(args.out, saved, steps.named(shapes))
             state = steps.restored(model, shapes, arrays, parts)
@@ -92,9 +94,10 @@ def train(
             state = steps.initial_state(model, optimizer, shapes, seed=args.seed, initial=parts)
         jax.block_until_ready(state)
         start.part("initial state, while it compiles")
-        if batch is not None:
+        if first is not None:
             compiling.result()
             start.part("compile")
+        batch = batches.take()
         # Not earlier, because it removes what follows the checkpoint.
         metrics = Metrics(args.out, saved, tensorboard=args.tensorboard)
         stack.enter_context(contextlib.closing(metrics))

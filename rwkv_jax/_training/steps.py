@@ -4,7 +4,7 @@ import argparse
 import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import numpy as np
@@ -157,7 +157,10 @@ def restored(
     return State(params, tuple(of_parts), copy(params), there)
 
 
-class Step(NamedTuple):
+Step: TypeAlias = Callable[[State, Batch], tuple[State, Measures]]
+
+
+class StepInParts(NamedTuple):
     """A training step: a function from a state and a batch to the next state, and what it measures.
     The arrays of the given state are deleted, but for those that are frozen.
 
@@ -181,20 +184,20 @@ class Step(NamedTuple):
         after = State(joined(params), moments, joined(copied), state.frozen)
         return after, Measures(loss, norm, rates[0])
 
-    def trace(self, shapes: State, batch: Batch) -> "Step":
+    def trace(self, shapes: State, batch: Batch) -> "StepInParts":
         """The same step, traced, of which `lower` gives the lowered one, and its `compile` one that
         can be called."""
         gradients = self.gradients.trace(shapes.params, shapes.copies, shapes.frozen, batch)
         norm = gradients.out_info[1]
         of_parts = zip(self.updates, _parts(shapes, shapes.params), strict=True)
-        return Step(gradients, [update.trace(*part, norm) for update, part in of_parts])
+        return StepInParts(gradients, [update.trace(*part, norm) for update, part in of_parts])
 
-    def lower(self) -> "Step":
-        return Step(self.gradients.lower(), [x.lower() for x in self.updates])
+    def lower(self) -> "StepInParts":
+        return StepInParts(self.gradients.lower(), [x.lower() for x in self.updates])
 
-    def compile(self) -> "Step":
+    def compile(self) -> "StepInParts":
         updates = in_thread(lambda: [x.compile() for x in self.updates])
-        return Step(compiled(self.gradients), updates.result())
+        return StepInParts(compiled(self.gradients), updates.result())
 
 
 def _parts(state: State, gradients: Parts) -> list[Any]:
@@ -213,7 +216,7 @@ def train_step(
     l2_wrap: float,
     accumulate: int = 1,
     clip: float = 0.0,
-) -> Step:
+) -> StepInParts:
     """The training step. It computes the batch in `accumulate` parts, one after another, and scales
     gradients of which the global norm is larger than `clip`, if that is not 0. The optimizer has to
     change each array by itself. The next state is where `shapes` say."""
@@ -240,7 +243,7 @@ def train_step(
         return params, moments, _copies(model, params), learning_rate(moments)
 
     whole = NamedSharding(model.mesh, P())
-    return Step(
+    return StepInParts(
         jax.jit(gradients, out_shardings=(whole, whole, _places(shapes.params))),
         [
             # Copies are kept to be written over.
@@ -255,6 +258,11 @@ def train_step(
     )
 
 
+FEW = 13
+"""Up to how many parts of a state are changed in one program with the gradients. The programs of a
+small model would wait for Python to start them, and as one they do not take long to compile."""
+
+
 def compiled_step(
     model: Model,
     optimizer: optax.GradientTransformation,
@@ -263,13 +271,21 @@ def compiled_step(
     args: argparse.Namespace,
     start: Start,
 ) -> Future[Step]:
-    """The step that the options ask for, for batches like `batch`, which a thread compiles."""
+    """The step that the options ask for, for batches like `batch` on the mesh, which a thread
+    compiles. It may be made before the devices have memory."""
     step = train_step(model, optimizer, shapes, args.l2_wrap, args.accumulate, args.clip)
-    traced = step.trace(shapes, batch)
+    program: Any = step
+    if len(step.updates) <= FEW:
+        program = jax.jit(lambda *x: step(*x), donate_argnums=0)
+    rows = NamedSharding(model.mesh, P("data"))
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), batch)
+    traced = program.trace(shapes, like)
     start.part("trace")
     lowered = traced.lower()
     start.part("lower")
-    return in_thread(lowered.compile)
+    if program is step:
+        return in_thread(lowered.compile)
+    return in_thread(lambda: compiled(lowered))
 
 
 def in_thread(work: Callable[[], T]) -> Future[T]:
@@ -292,17 +308,19 @@ def evaluation(model: Model, held_out: Batch, rows: int) -> Callable[[Parts], fl
     padding = (0, -len(mask) % rows), (0, 0)
     batches = jax.tree.map(lambda x: np.pad(x, padding).reshape(-1, rows, x.shape[1]), held_out)
     weights = batches.mask.sum((1, 2))
-    placed = on_mesh(batches, model.mesh, None)
 
     @jax.jit
     def losses(parts: Parts, batches: Batch) -> jax.Array:
         return jax.lax.map(functools.partial(mean_loss, model, parts), batches)
 
+    placed: Any = None
     program: Any = None
 
     def evaluate(parts: Parts) -> float:
-        nonlocal program
-        program = program or compiled(losses.lower(parts, placed))
+        nonlocal placed, program
+        if program is None:
+            placed = on_mesh(batches, model.mesh, None)
+            program = compiled(losses.lower(parts, placed))
         return float(np.average(program(parts, placed), weights=weights))
 
     return evaluate
