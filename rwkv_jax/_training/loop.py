@@ -83,16 +83,21 @@ def train(
         contextlib.ExitStack() as stack,
     ):
         start.part("first batch")
+
+        def begin() -> State:
+            state = steps.initial_state(model, optimizer, shapes, seed=args.seed, initial=parts)
+            return jax.block_until_ready(state)
+
+        beginning = None if saved else steps.in_thread(begin)
         compiling: Future[Step] = Future()
         if first is not None:
             compiling = compiled_step(model, optimizer, shapes, first, args, start)
-        if saved:
+        if beginning is None:
             arrays = checkpoints.load(args.out, saved, steps.named(shapes))
             state = steps.restored(model, shapes, arrays, parts)
             print(f"Continuing after step {saved}")
         else:
-            state = steps.initial_state(model, optimizer, shapes, seed=args.seed, initial=parts)
-        jax.block_until_ready(state)
+            state = beginning.result()
         start.part("initial state, while it compiles")
         if first is not None:
             compiling.result()
