@@ -1,5 +1,7 @@
-"""What is checked before a file that may be hostile is read."""
+"""What paths say, and what is checked before a file that may be hostile is read."""
 
+import contextlib
+import math
 import os
 import stat
 from pathlib import Path
@@ -29,6 +31,24 @@ def expanded(path: str | os.PathLike[str]) -> Path:
         return Path(path).expanduser()
     except RuntimeError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def weighted(option: str, text: str) -> tuple[Path, float]:
+    """The path and the weight in FILE or FILE=WEIGHT.
+
+    Raises:
+      ValueError: the weight is no positive number.
+    """
+    path, equals, weight = text.rpartition("=")
+    if not equals or os.path.exists(text):
+        return expanded(text), 1.0
+    with contextlib.suppress(ValueError):
+        if 0 < float(weight) < math.inf:
+            return expanded(path), float(weight)
+    raise ValueError(
+        f"{option} is {text}, whose weight is {weight!r}; accepted are FILE and FILE=WEIGHT, with "
+        "a positive number"
+    )
 
 
 def refuse_foreign(

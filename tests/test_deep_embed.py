@@ -3,6 +3,7 @@ and wherever parameters go."""
 
 import dataclasses
 import functools
+import importlib
 import json
 import math
 from pathlib import Path
@@ -64,7 +65,9 @@ def test_logits(params: rwkv7.Params) -> None:
 
 
 def test_tables_are_no_linear_maps(params: rwkv7.Params) -> None:
-    """Neither in int8 nor with an adapter."""
+    """Neither in int8 nor with an adapter, and training makes no copies of them."""
+    copies = importlib.import_module("rwkv_jax._training.copies")
+    assert copies.rounded(params, "bfloat16").blocks[1].ffn.s_emb.weight is None
     adapter = finetuning.init_adapter(jax.random.key(0), params, rank=2, targets=["ffn.s_*"])
     assert set(adapter.matrices) == {"blocks.0.ffn.s_emb_x", "blocks.1.ffn.s_emb_x"}
     small = models.quantize(params)

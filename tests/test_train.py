@@ -6,7 +6,7 @@ import importlib
 import json
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,6 +30,14 @@ STEPS, INTERRUPTED_AT = 8, 5
 needs_devices = pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
 interrupt = functools.partial(signal.raise_signal, signal.SIGINT)
 terminate = functools.partial(signal.raise_signal, signal.SIGTERM)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def in_parts() -> Iterator[None]:
+    """The steps of these models have a program for each part, as those of large ones have."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.import_module("rwkv_jax._training.steps"), "FEW", 0)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -203,8 +203,10 @@ def test_out_is_checked_before_work_starts(
 ) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "out" / "model.safetensors").mkdir(parents=True)
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "adapter").touch()
     monkeypatch.setattr(train, "run", None)
-    for name in ("file", "file/out", "out"):
+    for name in ("file", "file/out", "out", "old"):
         with pytest.raises(SystemExit, match=f"--out .*{name} cannot be written to: "):
             train.main([*options, f"--out={tmp_path / name}"])
 

@@ -1,7 +1,6 @@
 """`rwkv-jax average`: tuned states of several files as one."""
 
 import argparse
-import os
 
 from rwkv_jax import _files
 from rwkv_jax._commands.output import check_target, refuse_existing
@@ -37,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rwkv_jax.models._checkpoints import loading, saving, writing
 
     check_target("OUT", arguments.target, writing.ENDINGS)
-    given = [_weighted(text) for text in arguments.states]
+    given = [_files.weighted("FILE", text) for text in arguments.states]
     with jax.default_device(jax.devices("cpu")[0]):
         states = []
         for path, _ in given:
@@ -48,16 +47,3 @@ def run(arguments: argparse.Namespace) -> int:
         saving.save_tuned(target, mean)
     print(f"{target}: {len(mean)} states of {len(given)} files")
     return 0
-
-
-def _weighted(text: str) -> tuple[str, float]:
-    """The path and the weight in FILE or FILE=WEIGHT."""
-    path, equals, weight = text.rpartition("=")
-    if not equals or os.path.exists(text):
-        return text, 1.0
-    try:
-        return path, float(weight)
-    except ValueError:
-        raise ValueError(
-            f"FILE is {text}, whose weight is {weight!r}; accepted are FILE and FILE=WEIGHT"
-        ) from None

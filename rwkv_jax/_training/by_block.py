@@ -12,8 +12,8 @@ import jax
 
 
 def parts(tree: Any) -> list[Any]:
-    """The parts of a tree, of which each one has the scalars, and the first one alone what else is
-    not in blocks. A tree whose blocks have no arrays is one part."""
+    """The parts of a tree. Each has the scalars, and the first one all other arrays that are not in
+    blocks. A tree whose blocks have no arrays is one part."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=_has_blocks)
     count = max((len(x.blocks) for x in leaves if _has_blocks(x) and _has_arrays(x)), default=0)
     if not count:

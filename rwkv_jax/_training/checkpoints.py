@@ -34,6 +34,8 @@ SUMS = "SHA256SUMS"
 CHECKSUMS = {
     "data": "other data; accepted are the same, of which some documents may have been mended",
     "model": "another model",
+    "template": "another chat template",
+    "tools": "other tools",
 }
 """Options in whose place checkpoints have checksums of files."""
 
@@ -46,7 +48,7 @@ class Log(TypedDict):
     Attributes:
       train: the loss of each step.
       held_out: pairs of a number of steps and the held-out loss after them.
-      averaged: the same pairs for the average of the parameters.
+      averaged: the same pairs for the average of what is trained.
       ngrams: held-out losses of other models, by name.
     """
 

@@ -2,11 +2,14 @@
 
 import math
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.stages import Compiled, Lowered
+
+_without_cache = threading.Lock()
 
 _SECONDS = "jax_persistent_cache_min_compile_time_secs"
 """The option of JAX that says how long a program that is kept takes to compile."""
@@ -52,9 +55,10 @@ def compiled(lowered: Lowered) -> Compiled:
     if "CustomSPMDPartitioning" not in lowered.as_text():
         return lowered.compile()
     config: Any = jax.config  # its annotations lack this option
-    seconds = config.jax_persistent_cache_min_compile_time_secs
-    jax.config.update(_SECONDS, math.inf)
-    try:
-        return lowered.compile()
-    finally:
-        jax.config.update(_SECONDS, seconds)
+    with _without_cache:
+        seconds = config.jax_persistent_cache_min_compile_time_secs
+        jax.config.update(_SECONDS, math.inf)
+        try:
+            return lowered.compile()
+        finally:
+            jax.config.update(_SECONDS, seconds)

@@ -1,5 +1,4 @@
-"""How what a model is trained on becomes text and tokens, and the files beside results that say
-it."""
+"""How conversations become text and tokens, and the files beside results that say so."""
 
 import argparse
 import json

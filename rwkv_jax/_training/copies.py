@@ -23,7 +23,8 @@ def rounded(params: Tree, dtype: DTypeLike) -> Tree:
 
     def copy(path: KeyPath, x: Array) -> Array | None:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        multiplies = ".blocks." in f".{name}" and x.ndim == 2 and not name.endswith(".r_k")
+        of_block = ".blocks." in f".{name}" and x.ndim == 2
+        multiplies = of_block and not name.endswith((".r_k", ".s_emb.weight"))
         return x.astype(dtype) if multiplies and x.dtype != dtype else None
 
     return jax.tree_util.tree_map_with_path(copy, params)

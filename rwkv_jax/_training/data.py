@@ -87,7 +87,8 @@ class Source(Protocol):
         ...
 
     def places(self, step: int) -> str:
-        """Where the documents of the batch of a step are, one of the last seven, if it is known."""
+        """Where the documents of the batch of a step are, or "" if that is not known. The step is
+        one of the last seven."""
         ...
 
     def resume(self, step: int, position: Any) -> None:

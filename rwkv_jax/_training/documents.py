@@ -2,8 +2,6 @@
 
 import argparse
 import contextlib
-import math
-import os
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,7 +34,7 @@ class Documents:
     ngrams: Mapping[str, float] = {}
 
     def __init__(self, args: argparse.Namespace, vocabulary: int, *, packed: bool):
-        given = [_weighted(text) for text in args.data]
+        given = [_files.weighted("--data", text) for text in args.data]
         weights = [weight for _, weight in given]
         share, validation = _validation(args.validation)
         self.tokenizer = _tokenizer(args, vocabulary)
@@ -86,7 +84,7 @@ class Documents:
         self._positions[step] = position
 
     def places(self, step: int) -> str:
-        """Where the documents are that the batch of a step has, which is one of the last seven."""
+        """Where the documents of the batch of a step are, which is one of the last seven."""
         firsts = np.cumsum([0, *map(len, self._sources)])
         numbered = [numbers(x, int(i)) for x, i in zip(self._sources, firsts[:-1], strict=True)]
         with contextlib.closing(self._made_of(numbered)) as batches:
@@ -118,20 +116,6 @@ class Documents:
             used = first.mask.any(axis=1)
             found.append([x[used] for x in first])
         return Batch(*(np.concatenate(x) for x in zip(*found, strict=True)))
-
-
-def _weighted(text: str) -> tuple[Path, float]:
-    """The path and the weight in FILE or FILE=WEIGHT."""
-    path, equals, weight = text.rpartition("=")
-    if not equals or os.path.exists(text):
-        return _files.expanded(text), 1.0
-    with contextlib.suppress(ValueError):
-        if 0 < float(weight) < math.inf:
-            return _files.expanded(path), float(weight)
-    raise ValueError(
-        f"--data is {text}, whose weight is {weight!r}; accepted are FILE and FILE=WEIGHT, with a "
-        "positive number"
-    )
 
 
 def _validation(given: str) -> tuple[float, Path | None]:

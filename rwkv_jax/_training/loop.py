@@ -118,7 +118,7 @@ def train(
 
         def take() -> Batch | None:
             """The next batch. Where the data cannot be read, the finished steps are saved first.
-            Several processes do not do so, which may not all have failed to read."""
+            Several processes do not save then, as some of them may have read theirs."""
             try:
                 return batches.take()
             except (OSError, ValueError) as error:

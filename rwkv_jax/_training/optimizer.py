@@ -22,18 +22,18 @@ class Scaled(NamedTuple):
 
 
 class Averaged(NamedTuple):
-    """The number of steps so far, and the average of the parameters after each of them."""
+    """The number of steps so far, and the average of what is trained after each of them."""
 
     steps: Array
     average: Any
 
 
 def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
-    """AdamW as in the official training, after the clipping: some parameters decay, and some learn
-    faster. Of what it changes, it treats each array by itself.
+    """AdamW as in the official training, for gradients that are clipped: some parameters decay, and
+    some learn faster. It changes each array by itself.
 
-    The state has the average of the parameters, if the options ask for it, and what `learning_rate`
-    and `average` read.
+    The state has the average of what is trained, if the options ask for it, and what
+    `learning_rate` and `average` read.
     """
     moments = jnp.bfloat16 if args.moments == "bfloat16" else None
     return optax.chain(
@@ -105,5 +105,5 @@ def learning_rate(state: Any) -> Array:
 
 
 def average(state: Any) -> Any:
-    """The average of the parameters in a state of the optimizer, or None without --ema."""
+    """The average of what is trained in a state of the optimizer, or None without --ema."""
     return optax.tree.get(state, "average")

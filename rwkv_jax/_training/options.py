@@ -13,6 +13,7 @@ import numpy as np
 
 from rwkv_jax import _files, models
 from rwkv_jax._commands import train
+from rwkv_jax._training import conversations
 from rwkv_jax._training.checkpoints import Options
 from rwkv_jax._training.compilation import default_cache
 from rwkv_jax._training.data import checksum_of
@@ -283,14 +284,14 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
         type=filled,
         metavar="FILE",
         help="the template of messages, or 'none' for the format of the G1 models; by default the "
-        "one in the folder --model, if there is one",
+        "one in the folder --adapter or else --model, if there is one",
     )
     add(
         "--tools",
         type=filled,
         metavar="FILE",
         help="a JSON list of the functions that messages may call, each with a name, a description "
-        "and parameters; a line with `tools` of its own has those",
+        "and parameters; the `tools` of a line are taken instead of these",
     )
     add(
         "--task",
@@ -525,10 +526,13 @@ def recorded(args: argparse.Namespace, checksums: Sequence[Sequence[int]]) -> Op
     """The options that a resumed run has to share, by name. `checksums` stand for the data."""
     options = {name: x for name, x in vars(args).items() if name not in MAY_CHANGE}
     found, sizes = base(args), config(args)
+    template = args.template if args.template == "none" else conversations.template(args)
     return options | {
         "data": checksums,
-        # Its path may change, but not what it has.
+        # Their paths may change, but not what they have.
         "model": found and checksum_of(map(Path, found.files)),
+        "template": checksum_of([template]) if isinstance(template, Path) else template,
+        "tools": args.tools and checksum_of([_files.expanded(args.tools)]),
         "layers": sizes.num_layers,
         "width": sizes.hidden_size,
         "head_size": sizes.head_size,

@@ -25,10 +25,12 @@ AVERAGES = {
     ADAPTER: "ema-adapter",
     STATES: "ema-state.pth",
 }
-"""The names of what has the averages of what is trained."""
+"""The names of the results with averages, by the names of the results."""
+
+FOLDERS = {name for one in (MODEL[1], ADAPTER) for name in (one, AVERAGES[one])}
 
 METRICS = "metrics.jsonl"
-"""A file of a run from its begin on."""
+"""A file that a run has from its beginning."""
 
 
 @contextlib.contextmanager
@@ -51,7 +53,9 @@ def reserved(args: argparse.Namespace) -> Iterator[int]:
                     lock.callback(_remove_unused, args.out)
                 tempfile.TemporaryFile(dir=args.out).close()
                 for name in _present(args.out, METRICS):
-                    if name not in (MODEL[1], AVERAGES[MODEL[1]], ADAPTER, AVERAGES[ADAPTER]):
+                    if name in FOLDERS:
+                        next((args.out / name).iterdir(), None)
+                    else:
                         open(args.out / name, "r+b").close()
             if args.resume:
                 return checkpoints.newest(args.out)
@@ -162,8 +166,8 @@ def _save(
         if names:
             beside.write(path, tokenizer=True)
     if ADAPTER in paths:
-        names = "hf" if hasattr(result.params.blocks[0].att, "r_k") else "official"
-        finetuning.save_adapter(paths[ADAPTER], result.adapter, names=names, base=base)
+        of_adapter = "hf" if hasattr(result.params.blocks[0].att, "r_k") else "official"
+        finetuning.save_adapter(paths[ADAPTER], result.adapter, names=of_adapter, base=base)
         beside.write(paths[ADAPTER], tokenizer=False)
     if STATES in paths:
         models.save_state(paths[STATES], result.initial_state(1, "float32"))

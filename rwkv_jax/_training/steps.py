@@ -113,7 +113,7 @@ def initial_state(
     initial: Parts | None = None,
 ) -> State:
     """The state before the first step, with the parts `initial`, or with new parameters from the
-    seed, where `shapes` say. It may have the arrays of `initial`, which the first step deletes."""
+    seed, where `shapes` say. It may share arrays with `initial`; the first step deletes these."""
 
     def new(seed: jax.Array) -> Parts:
         # The key that Flax NNX makes of a seed.
@@ -147,7 +147,8 @@ def named(state: State) -> dict[str, Any]:
 def restored(
     model: Model, shapes: State, arrays: dict[str, jax.Array], frozen: Parts | None = None
 ) -> State:
-    """The state of which `named` gives these arrays. Frozen is what is so of the parts `frozen`."""
+    """The state of which `named` gives these arrays. What is frozen is that of the parts `frozen`,
+    or is left as shapes if these are None."""
     structure = jax.tree.structure((shapes.params, joined(shapes.optimizer)))
     params, moments = jax.tree.unflatten(structure, [arrays[name] for name in named(shapes)])
     # A step deletes the arrays of one part after another, and each part has the scalars.
@@ -246,7 +247,7 @@ def train_step(
     return StepInParts(
         jax.jit(gradients, out_shardings=(whole, whole, _places(shapes.params))),
         [
-            # Copies are kept to be written over.
+            # The new copies take the memory of the old ones, which are else not used.
             jax.jit(
                 update,
                 donate_argnums=(0, 1, 2),
@@ -259,8 +260,9 @@ def train_step(
 
 
 FEW = 13
-"""Up to how many parts of a state are changed in one program with the gradients. The programs of a
-small model would wait for Python to start them, and as one they do not take long to compile."""
+"""Up to how many parts of a state are changed in one program with the gradients. The programs for
+the parts of a small model would take longer to start than to run, and one for all of them compiles
+soon."""
 
 
 def compiled_step(
@@ -276,7 +278,8 @@ def compiled_step(
     step = train_step(model, optimizer, shapes, args.l2_wrap, args.accumulate, args.clip)
     program: Any = step
     if len(step.updates) <= FEW:
-        program = jax.jit(lambda *x: step(*x), donate_argnums=0)
+        # It deletes the frozen arrays as well, which are those of the next state.
+        program = jax.jit(lambda state, batch: step(state, batch), donate_argnums=0)
     rows = NamedSharding(model.mesh, P("data"))
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), batch)
     traced = program.trace(shapes, like)
@@ -289,7 +292,7 @@ def compiled_step(
 
 
 def in_thread(work: Callable[[], T]) -> Future[T]:
-    """What a thread of its own computes."""
+    """The result of `work`, which a new thread computes."""
     pool = ThreadPoolExecutor(1)
     found = pool.submit(work)
     pool.shutdown(wait=False)

@@ -55,12 +55,15 @@ class Text:
     def __getitem__(self, number: int, /) -> Document:
         number = range(len(self))[number]
         try:
-            text = self._ranges.read(number).decode("utf-8-sig")
-            if not self._ranges.is_last(number):
-                tokens = np.array(self._tokenizer.encode(text), np.int32)
-                return Document(tokens, np.ones(len(tokens), bool))
-            text = text.rstrip("\r\n") if self._separated else text
-            return encoded(self._tokenizer, [(text, True)])
+            text, last = self._ranges.read(number).decode("utf-8-sig"), self._ranges.is_last(number)
+            text = text.rstrip("\r\n") if self._separated and last else text
+            if last and (number == 0 or self._ranges.is_last(number - 1)):
+                return encoded(self._tokenizer, [(text, True)])
+            # A part of a document may be blank.
+            tokens, end = self._tokenizer.encode(text), self._tokenizer.end_of_text
+            if last and end not in (None, *tokens[-1:]):
+                tokens = [*tokens, end]
+            return Document(np.array(tokens, np.int32), np.ones(len(tokens), bool))
         except ValueError as error:
             raise ValueError(f"{self._ranges.place(number)}: {error}") from None
 

@@ -23,7 +23,8 @@ RESTORING = dataclasses.replace(FUNCTION, restored=("out",))
 """`read_out` with a backward pass that gives `out` as well, for the gradient of the matrix."""
 
 OfOutput: TypeAlias = Callable[[Any, Float[Array, "B T C"]], Any]
-"""A tree of arrays that are linear in the output of `read_out`, from a tree of weights."""
+"""A function of a tree of weights and the output of `read_out`. Its results, a tree of arrays, are
+linear in that output."""
 
 
 def projected_read_out(

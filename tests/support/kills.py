@@ -32,7 +32,7 @@ def start(argv: Sequence[str], when: str | None = None, delay: float = 0.0) -> i
     after so many steps of its own, for "writing" so many seconds after its first checkpoint was
     begun, and else with its first checkpoint."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rwkv_jax._training.run", "tensorstore"])
+    context.set_forkserver_preload(["rwkv_jax._training.run", "orbax.checkpoint", "tensorstore"])
     process = context.Process(target=_run, args=([*argv], when, delay))
     process.start()
     process.join()

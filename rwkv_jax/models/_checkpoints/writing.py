@@ -106,6 +106,8 @@ def replacing(path: Path) -> Iterator[io.BufferedWriter]:
             yield file
         part.replace(path)
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
+        if error.filename or not error.errno:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         part.unlink(missing_ok=True)
