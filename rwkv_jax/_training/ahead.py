@@ -1,10 +1,18 @@
-"""What a loop needs next, made in a thread."""
+"""Work in threads, such as what a loop needs next."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+
+
+def in_thread(work: Callable[[], T]) -> Future[T]:
+    """The result of `work`, which a new thread computes."""
+    pool = ThreadPoolExecutor(1)
+    found = pool.submit(work)
+    pool.shutdown(wait=False)
+    return found
 
 
 class Ahead(Generic[T]):

@@ -21,10 +21,10 @@ from typing import Any, TypeAlias, TypedDict
 import jax
 import numpy as np
 
+from rwkv_jax._training.processes import by_first
+
 if not importlib.util.find_spec("orbax.checkpoint"):
     raise ModuleNotFoundError("no checkpoint can be written", name="orbax-checkpoint")
-
-from rwkv_jax._training.processes import by_first
 
 RECORD = "record.json"
 

@@ -11,7 +11,7 @@ import jax
 
 from rwkv_jax import finetuning
 from rwkv_jax._training import checkpoints, report, steps
-from rwkv_jax._training.ahead import Ahead
+from rwkv_jax._training.ahead import Ahead, in_thread
 from rwkv_jax._training.by_block import joined
 from rwkv_jax._training.clocks import Start
 from rwkv_jax._training.data import Batch, Source
@@ -88,7 +88,7 @@ def train(
             state = steps.initial_state(model, optimizer, shapes, seed=args.seed, initial=parts)
             return jax.block_until_ready(state)
 
-        beginning = None if saved else steps.in_thread(begin)
+        beginning = None if saved else in_thread(begin)
         compiling: Future[Step] = Future()
         if first is not None:
             compiling = compiled_step(model, optimizer, shapes, first, args, start)

@@ -25,10 +25,10 @@ from rwkv_jax._training import (
     processes,
     report,
     sizes,
-    steps,
     tasks,
     xla_flags,
 )
+from rwkv_jax._training.ahead import in_thread
 from rwkv_jax._training.parts import Parts
 from rwkv_jax.models import rwkv7
 
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     start.part("import")
     processes.connect(args.coordinator, args.processes, args.process)
     # GPUs take seconds to start and to give memory, in which the data are read.
-    steps.in_thread(lambda: [jax.device_put(0, x) for x in jax.local_devices()])
+    in_thread(lambda: [jax.device_put(0, x) for x in jax.local_devices()])
     shown = sys.stdout if processes.is_first() else None
     reserved = contextlib.nullcontext(0) if args.dry_run else outputs.reserved(args)
     with contextlib.redirect_stdout(shown), reserved as saved, processes.watched(args.out):

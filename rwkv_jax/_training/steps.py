@@ -3,8 +3,8 @@
 import argparse
 import functools
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from concurrent.futures import Future
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from rwkv_jax import finetuning
 from rwkv_jax._training import copies
 from rwkv_jax._training.accumulation import accumulated
+from rwkv_jax._training.ahead import in_thread
 from rwkv_jax._training.by_block import joined, parts
 from rwkv_jax._training.clipping import global_norm, scaled
 from rwkv_jax._training.clocks import Start
@@ -25,8 +26,6 @@ from rwkv_jax._training.language_model import Model, mean_loss
 from rwkv_jax._training.optimizer import learning_rate, updated
 from rwkv_jax._training.parts import Parts
 from rwkv_jax.models import rwkv7
-
-T = TypeVar("T")
 
 
 class State(NamedTuple):
@@ -289,14 +288,6 @@ def compiled_step(
     if program is step:
         return in_thread(lowered.compile)
     return in_thread(lambda: compiled(lowered))
-
-
-def in_thread(work: Callable[[], T]) -> Future[T]:
-    """The result of `work`, which a new thread computes."""
-    pool = ThreadPoolExecutor(1)
-    found = pool.submit(work)
-    pool.shutdown(wait=False)
-    return found
 
 
 def evaluation(model: Model, held_out: Batch, rows: int) -> Callable[[Parts], float]:

@@ -22,6 +22,8 @@ from rwkv_jax.layers.read_out import FUNCTION
 RESTORING = dataclasses.replace(FUNCTION, restored=("out",))
 """`read_out` with a backward pass that gives `out` as well, for the gradient of the matrix."""
 
+OP = "projected_read_out"
+
 OfOutput: TypeAlias = Callable[[Any, Float[Array, "B T C"]], Any]
 """A function of a tree of weights and the output of `read_out`. Its results, a tree of arrays, are
 linear in that output."""
@@ -66,30 +68,19 @@ def projected_read_out(
       TypeError, ValueError: an argument has another shape or dtype.
       NotImplementedError: the implementation cannot run the call.
     """
-    op = "projected_read_out"
-    (matrix,) = _products.checked(op, {"matrix": "DC"}, {"matrix": matrix}, None)
-    arguments = y, bonus, v, gate, weight, bias
-    return of_read_out(_product, matrix, *arguments, implementation=implementation)
+    (matrix,) = _products.checked(OP, {"matrix": "DC"}, {"matrix": matrix}, None)
+    operands = y, bonus, v, gate, weight, bias
+    return of_read_out(_product, matrix, *operands, implementation=implementation)
 
 
 def of_read_out(
-    function: OfOutput,
-    weights: Any,
-    y: Float[Operand, "B T H K"],
-    bonus: Float32[Operand, "B T H"],
-    v: Float[Operand, "B T H K"],
-    gate: Float[Operand, "B T H K"],
-    weight: Float32[Operand, "H K"],
-    bias: Float32[Operand, "H K"],
-    *,
-    implementation: str | None = None,
+    function: OfOutput, weights: Any, *operands: Operand, implementation: str | None = None
 ) -> Any:
-    """`function(weights, out)`, of which `projected_read_out` is the case of one matrix. A function
-    that is the same object is traced once."""
-    op = "projected_read_out"
-    tensors = {"y": y, "bonus": bonus, "v": v, "gate": gate}
-    parameters = {"weight": weight, "bias": bias}
-    options, inputs = prepared(op, FUNCTION, tensors, parameters, implementation)
+    """`function(weights, out)` with the operands of `read_out`, of which `projected_read_out` is
+    the case of one matrix. A function that is the same object is traced once."""
+    tensors: dict[str, Any] = dict(zip(("y", "bonus", "v", "gate"), operands[:4], strict=True))
+    parameters: dict[str, Any] = dict(zip(("weight", "bias"), operands[4:], strict=True))
+    options, inputs = prepared(OP, FUNCTION, tensors, parameters, implementation)
     leaves, structure = jax.tree.flatten((inputs, weights))
     inputs, weights = jax.tree.unflatten(structure, vary_alike(*leaves))
     if implementation == "reference":
@@ -100,7 +91,7 @@ def of_read_out(
 def _product(matrix: Array, out: Array) -> Array:
     if matrix.shape[1] != out.shape[2]:
         raise ValueError(
-            f"projected_read_out: matrix has shape {matrix.shape}, so C = {matrix.shape[1]}, where "
+            f"{OP}: matrix has shape {matrix.shape}, so C = {matrix.shape[1]}, where "
             f"the heads of y have {out.shape[2]} channels together; accepted is [D, C] with C = H K"
         )
     return linear(out, matrix)
