@@ -21,6 +21,7 @@ from rwkv_jax._training.metrics import Metrics
 from rwkv_jax._training.optimizer import average, make_optimizer
 from rwkv_jax._training.parts import Parts
 from rwkv_jax._training.processes import by_first
+from rwkv_jax._training.profiling import Profile
 from rwkv_jax._training.progress import Progress
 from rwkv_jax._training.steps import State, Step, compiled_step, evaluation
 
@@ -109,6 +110,8 @@ def train(
         progress = Progress(args, log, metrics, start, source.places)
         stack.enter_context(contextlib.closing(progress))
         clock, ended = progress.clock, progress.stagnates
+        profile = Profile(args.profile, args.steps - saved, clock)
+        stack.enter_context(contextlib.closing(profile))
 
         def save(*, sound: bool = False, last: bool = True) -> None:
             metrics.flush()
@@ -148,6 +151,7 @@ def train(
             state, measures = compiling.result()(state, batch)
             done += 1
             progress.add(measures)
+            profile.after(done - saved, state)
             saver.check(len(log["train"]))
             stopped = interruption.in_any_process(done)
             last = done == args.steps

@@ -36,7 +36,7 @@ SIZES: Mapping[str, rwkv7.Config] = {
     "1.5b": rwkv7.Config(num_layers=24, hidden_size=2048, head_size=64, vocab_size=VOCABULARY),
 }
 OF_MEMORY = {"accumulate", "recompute", "mesh"}
-OF_KEEPING = {"save_every", "save_minutes", "keep", "patience", "tensorboard"}
+OF_KEEPING = {"save_every", "save_minutes", "keep", "patience", "tensorboard", "profile"}
 OF_RESULTS = {"sample", "temperature", "prompt", "judge"}
 OF_START = {"options", "dry_run", "out", "resume", "force", "cache", "peak"}
 OF_PROCESSES = {"coordinator", "processes", "process"}
@@ -176,6 +176,12 @@ def add_keeping_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--patience", type=positive, help="end after so many held-out losses without a lower one")
     add("--tensorboard", action="store_true", help="write the metrics for TensorBoard as well")
+    add(
+        "--profile",
+        type=path,
+        metavar="FOLDER",
+        help="write what the devices do in steps 8 to 10 there, for XProf and Perfetto",
+    )
 
 
 def check_optimizer(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

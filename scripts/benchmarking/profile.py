@@ -17,9 +17,13 @@ from benchmarking.report import Table
 
 PRODUCTS, WKV, OURS = "products", "wkv", "other kernels of rwkv_jax"
 FUSIONS, COPIES, GAPS = "memory-bound fusions", "copies", "gaps"
-CLASSES = (PRODUCTS, WKV, OURS, FUSIONS, COPIES, GAPS)
+COLLECTIVES = "collectives"
+CLASSES = (PRODUCTS, WKV, OURS, FUSIONS, COPIES, COLLECTIVES, GAPS)
 
 PRODUCT = re.compile(r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|(?:^|_)dot(?:$|[._])", re.I)
+COLLECTIVE = re.compile(
+    r"nccl|all[-_]?(?:reduce|gather|to[-_]?all)|reduce[-_]?scatter|collective", re.I
+)
 COPY = re.compile(r"memcpy|memset|(?:^|_)copy|copy_fusion|transpose", re.I)
 AROUND_WKV = re.compile(
     r"norm_?shift_?mix|wkv7_?keys|value_?residual|read_?out|cross_?entropy", re.I
@@ -111,6 +115,8 @@ def class_of(kernel: Kernel, program: Mapping[str, Instruction]) -> str:
     """The class of a kernel, by the instruction that started it and by its name."""
     instruction = program.get(kernel.instruction)
     target = instruction.target if instruction else ""
+    if COLLECTIVE.search(kernel.name):
+        return COLLECTIVES
     if OWN_PRODUCT.search(target) or OWN_PRODUCT.search(kernel.name):
         return PRODUCTS
     if "rwkv" in target or "rwkv" in kernel.name:
@@ -157,16 +163,20 @@ def busy(runs: Iterable[Kernel]) -> float:
 
 def by_class(runs: list[Kernel], program: Mapping[str, Instruction], steps: int) -> dict[str, Any]:
     """For one of `steps` steps: the milliseconds and the number of kernels of each class, those of
-    products in TF32, and the kernels by name with the longest first. The gaps are the time between
-    the first and the last kernel in which none ran."""
+    products in TF32, the milliseconds in which collectives alone ran, and the kernels by name with
+    the longest first. The gaps are the time between the first and the last kernel in which none
+    ran."""
     ms: dict[str, float] = dict.fromkeys(CLASSES, 0.0)
     count: dict[str, float] = dict.fromkeys(CLASSES, 0.0)
     tf32 = {"ms": 0.0, "count": 0.0}
     names: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    computing: list[Kernel] = []
     for kernel in runs:
         kind, took = class_of(kernel, program), (kernel.end - kernel.start) / 1e6 / steps
         ms[kind] += took
         count[kind] += 1 / steps
+        if kind != COLLECTIVES:
+            computing.append(kernel)
         instruction = program.get(kernel.instruction)
         if kind == PRODUCTS and (instruction.tf32 if instruction else TF32.search(kernel.name)):
             tf32["ms"] += took
@@ -181,6 +191,7 @@ def by_class(runs: list[Kernel], program: Mapping[str, Instruction], steps: int)
         "step_ms": span / 1e6 / steps,
         "classes": {kind: {"ms": ms[kind], "count": count[kind]} for kind in CLASSES},
         "tf32": tf32,
+        "exposed_ms": (busy(runs) - busy(computing)) / 1e6 / steps,
         "kernels": [
             {"class": kind, "name": name, "ms": took, "count": times}
             for (kind, name), (took, times) in longest[:LONGEST]
@@ -199,11 +210,16 @@ def of_steps(
         options.python_tracer_level = 0
         with jax.profiler.trace(str(place), profiler_options=options):
             jax.block_until_ready(run(steps))
-        files = sorted(place.rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
-        if not files:
-            raise RuntimeError(f"the profiler of JAX wrote no .xplane.pb file to {place}")
-        data = jax.profiler.ProfileData.from_file(str(files[-1]))
-    return by_class(kernels(data), instructions(text), steps)
+        runs = newest(place)
+    return by_class(runs, instructions(text), steps)
+
+
+def newest(folder: Path) -> list[Kernel]:
+    """The kernels of the newest profile in a folder."""
+    files = sorted(folder.rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
+    if not files:
+        raise FileNotFoundError(f"{folder} has no .xplane.pb file, which the profiler of JAX writes")
+    return kernels(jax.profiler.ProfileData.from_file(str(files[-1])))
 
 
 def show(title: str, found: dict[str, Any], longest: int = 12) -> None:
@@ -220,6 +236,8 @@ def show(title: str, found: dict[str, Any], longest: int = 12) -> None:
         line(kind, **found["classes"][kind])
         if kind == PRODUCTS:
             line("  of which of float32 (TF32)", **found["tf32"])
+        if kind == COLLECTIVES:
+            line("  of which nothing else runs", found["exposed_ms"], 0)
     line("all of it under the profiler", found["step_ms"], 0)
     for kernel in found["kernels"][:longest]:
         line(f"  {kernel['class']}: {kernel['name']}", kernel["ms"], kernel["count"])
