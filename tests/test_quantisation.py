@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from rwkv_jax import models
 from rwkv_jax.models import rwkv4, rwkv5, rwkv6, rwkv7
 from rwkv_jax.models._linear import Weight
-from support import checkpoints, meshes
+from support import checkpoints, memory, meshes
 from support.commands import Command
 from support.models import assert_same_model, config_of, parameters, random_like, shapes_of
 
@@ -51,6 +51,51 @@ def test_errors() -> None:
     small = models.quantize(params)
     with pytest.raises(TypeError, match="int8"):
         jax.grad(lambda p: jnp.sum(rwkv7.apply(p, jnp.zeros((1, 2), jnp.int32))[0]))(small)
+
+
+@pytest.mark.parametrize(
+    ("version", "dtype", "group", "axes"),
+    [
+        ("RWKV-7", None, None, None),
+        ("RWKV-7", jnp.bfloat16, 8, None),
+        ("RWKV-6", None, None, "data=2,model=2"),
+        # Three groups of inputs, which two devices cannot share.
+        ("RWKV-7", None, 8, "data=2,model=2"),
+    ],
+)
+def test_load(
+    tmp_path: Path, cpus: list[Any], version: str, dtype: Any, group: int | None, axes: str | None
+) -> None:
+    """The arrays are those of `quantize`, and at no time are there more than them and the largest
+    matrix of the file. On a mesh they are where `shardings` has them."""
+    path, places = checkpoints.write_model(tmp_path, version), {}
+    if axes is not None:
+        mesh = meshes.mesh(axes, AxisType.Auto, cpus)
+        places = {"mesh": mesh, "data": "data", "model": "model"}
+    load = functools.partial(models.load, path, dtype=dtype, **places)
+    whole = load().params
+    expected = models.quantize(whole, group=group)
+    found, most = memory.peak(lambda: load(quantize=True, group=group))
+    params = found.params
+    jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), params, expected)
+    largest = max(x.nbytes for x in jax.tree.leaves(whole))
+    assert most <= sum(x.nbytes for x in jax.tree.leaves(params)) + largest
+    if axes is not None:
+        for x, sharding in zip(
+            *map(jax.tree.leaves, (params, found.module.shardings(params, **places))), strict=True
+        ):
+            assert x.sharding.is_equivalent_to(sharding, x.ndim)
+
+
+def test_errors_of_load(tmp_path: Path) -> None:
+    path, small = checkpoints.write_model(tmp_path), tmp_path / "small.safetensors"
+    with pytest.raises(ValueError, match="load: group is 8 without quantize"):
+        models.load(path, group=8)
+    with pytest.raises(ValueError, match="group is 7; accepted is a divisor of the 24 inputs of"):
+        models.load(path, quantize=True, group=7)
+    models.save(small, models.load(path, quantize=True).params)
+    with pytest.raises(ValueError, match="receptance has a scale; accepted are weights"):
+        models.load(small, quantize=True)
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])

@@ -21,7 +21,7 @@ import pytest
 from rwkv_jax import _commands, chat, finetuning, models
 from rwkv_jax.data import write_bin_idx
 from rwkv_jax.models import rwkv7
-from support import checkpoints
+from support import checkpoints, memory
 from support.commands import Command
 from support.models import random_like, shapes_of
 from support.scripts import AtStep
@@ -126,6 +126,28 @@ def test_learning(
 
 def _mesh(train: ModuleType) -> Any:
     return train.devices.make_mesh(None, CONFIG, batch=2, context=24)
+
+
+@pytest.mark.parametrize("base_dtype", ["bfloat16", "int8"])
+def test_base_of_another_dtype(train: ModuleType, tmp_path: Path, base_dtype: str) -> None:
+    """The file is read in that dtype: the devices never have all of it as it is in the file. What
+    is trained is not rounded."""
+    path = checkpoints.write_model(tmp_path, vocabulary=256)
+    whole = models.load(path).params
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), whole)
+    expected = models.quantize(whole) if base_dtype == "int8" else rounded
+
+    def load(trained: str) -> Any:
+        options = [f"--model={path}", f"--train={trained}", f"--base={base_dtype}"]
+        return train.parts.load(train.options.parse(options), _mesh(train))[0]
+
+    parts, most = memory.peak(lambda: load("states"))
+    jax.tree.map(np.testing.assert_array_equal, parts.params, expected)
+    largest = max(x.nbytes for x in jax.tree.leaves(whole))
+    assert most <= sum(x.nbytes for x in jax.tree.leaves(parts)) + largest
+    if base_dtype != "int8":
+        params = load("head.weight").params
+        jax.tree.map(np.testing.assert_array_equal, params, rounded._replace(head=whole.head))
 
 
 @pytest.mark.parametrize("base_dtype", ["bfloat16", "int8"])

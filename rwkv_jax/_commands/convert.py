@@ -63,12 +63,11 @@ def run(arguments: argparse.Namespace) -> int:
     check_target("TARGET", arguments.target, endings)
     # The memory of a GPU or TPU may be too small, and nothing is computed.
     with jax.default_device(jax.devices("cpu")[0]):
-        source = models.load(arguments.source, dtype=arguments.dtype)
-        count = sum(x.size for x in jax.tree.leaves(source.params))
-        params = source.params
-        if arguments.quantize:
-            params = models.quantize(params, group=arguments.group)
+        params = models.load(
+            arguments.source, dtype=arguments.dtype, quantize=quantised, group=arguments.group
+        ).params
         models.save(target, params, names=arguments.names, source=arguments.source)
+    count = sum(x.size for x in jax.tree.leaves(form.params))
     size = sum(x.nbytes for x in jax.tree.leaves(params))
-    print(f"{target}: {source.generation}, {count:,} parameters, {in_bytes(size)}")
+    print(f"{target}: {form.generation}, {count:,} parameters, {in_bytes(size)}")
     return 0

@@ -77,16 +77,17 @@ def load(args: argparse.Namespace, mesh: Mesh) -> tuple[Parts, Parts]:
       OSError, ValueError: a file cannot be read, or does not fit the model.
     """
     places = {"mesh": mesh, "data": "data", "model": "model"} if mesh.size > 1 else {}
-    params = models.load(args.model, **places).params
-    quantised = params.head.scale is not None
-    if quantised and args.base not in (None, "int8"):
+    is_int8 = models.inspect(args.model).params.head.scale is not None
+    if is_int8 and args.base not in (None, "int8"):
         raise ValueError(f"--base is {args.base} where {args.model} is int8; accepted is int8")
-    if args.base == "int8" and not quantised:
-        params, quantised = models.quantize(params), True
-    if quantised and patterns(args.train):
+    quantize, trains = args.base == "int8" and not is_int8, patterns(args.train)
+    if (quantize or is_int8) and trains:
         raise ValueError(
             f"--train is {args.train} where the base is int8; accepted are lora and states"
         )
+    # What is trained is not rounded to the dtype of what is not.
+    dtype = None if args.base == "int8" or trains else args.base
+    params = models.load(args.model, dtype=dtype, quantize=quantize, **places).params
     named = targets(args.train)
     adapter = _adapter(args, params) if LORA in named else None
     states = _states(args, params) if STATES in named else None

@@ -45,38 +45,38 @@ def quantize(params: Any, *, group: int | None = None) -> Params:
     """
     if not isinstance(params, Params):
         raise TypeError(f"quantize: params is a {type(params).__name__}; accepted is a Params")
-
-    def quantized(path: KeyPath, x: Any) -> Any:
-        name = _parameters.name(path)
-        if isinstance(x, WeightByInput):
-            return by_input(quantized(path, Weight(jnp.matrix_transpose(x.by_input), x.scale)))
-        if not isinstance(x, Weight) or name == "emb":
-            return x
-        if x.scale is not None:
-            raise ValueError(f"quantize: {name} has a scale; accepted are weights without one")
-        inputs = x.weight.shape[-1]
-        size = inputs if group is None else group
-        if size < 1 or inputs % size:
-            raise ValueError(
-                f"quantize: group is {group}; accepted is a divisor of the {inputs} inputs of "
-                f"{name}"
-            )
-        small = _quantized(x.weight, inputs // size)
-        if not isinstance(small.scale, core.Tracer) and not jnp.all(jnp.isfinite(small.scale)):
-            raise ValueError(
-                f"quantize: {name} has NaN or an infinity; accepted are finite numbers"
-            )
-        return small
-
     return jax.tree_util.tree_map_with_path(
-        quantized, params, is_leaf=lambda x: isinstance(x, Weight | WeightByInput)
+        functools.partial(part, group=group),
+        params,
+        is_leaf=lambda x: isinstance(x, Weight | WeightByInput),
     )
+
+
+def part(path: KeyPath, x: Any, *, group: int | None) -> Any:
+    """What `quantize` makes of a weight or of another array at `path`."""
+    name = _parameters.name(path)
+    if isinstance(x, WeightByInput):
+        return by_input(part(path, Weight(jnp.matrix_transpose(x.by_input), x.scale), group=group))
+    if not isinstance(x, Weight) or name == "emb":
+        return x
+    if x.scale is not None:
+        raise ValueError(f"quantize: {name} has a scale; accepted are weights without one")
+    inputs = x.weight.shape[-1]
+    size = inputs if group is None else group
+    if size < 1 or inputs % size:
+        raise ValueError(
+            f"quantize: group is {group}; accepted is a divisor of the {inputs} inputs of {name}"
+        )
+    small = _quantized(x.weight, inputs // size)
+    if not isinstance(small.scale, core.Tracer) and not jnp.all(jnp.isfinite(small.scale)):
+        raise ValueError(f"quantize: {name} has NaN or an infinity; accepted are finite numbers")
+    return small
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _quantized(weight: Float[Array, "*blocks outputs inputs"], groups: int) -> Weight:
     grouped = weight.astype(jnp.float32).reshape(*weight.shape[:-1], groups, -1)
     scale = _not_finite.largest(jnp.abs(grouped)) / _row_product.LARGEST
-    # A group of zeros has any scale.
-    rounded = jnp.round(grouped / jnp.where(scale == 0, 1, scale)[..., None])
-    return Weight(rounded.astype(jnp.int8).reshape(weight.shape), scale)
+    # A group of zeros has any scale. On a mesh a matrix that is not reshaped stays where it is.
+    divisor = jnp.repeat(jnp.where(scale == 0, 1, scale), grouped.shape[-1], axis=-1)
+    return Weight(jnp.round(weight.astype(jnp.float32) / divisor).astype(jnp.int8), scale)

@@ -15,7 +15,7 @@ from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
 from rwkv_jax import _files
-from rwkv_jax.models import _parameters
+from rwkv_jax.models import _parameters, _quantisation
 from rwkv_jax.models._checkpoints import config as configuration
 from rwkv_jax.models._checkpoints import files
 from rwkv_jax.models._checkpoints.layouts import (
@@ -143,6 +143,8 @@ def load(
     mesh: Mesh | None = None,
     data: MeshAxes = None,
     model: MeshAxes = None,
+    quantize: bool = False,
+    group: int | None = None,
 ) -> Checkpoint:
     """The model in a checkpoint. Its generation and its sizes are found from the tensors.
 
@@ -177,6 +179,9 @@ def load(
         device if None.
       data: as `shardings` takes it.
       model: as `shardings` takes it.
+      quantize: whether the parameters are those of `rwkv_jax.models.quantize`. Each matrix is
+        quantised as soon as it is read, so that the devices hold at most one as the file has it.
+      group: as `rwkv_jax.models.quantize` takes it.
 
     Returns:
       The parameters, with what is known about them.
@@ -187,13 +192,17 @@ def load(
         or have the wrong shape or dtype, all of which the message lists; or the model is a variant
         that no module computes, such as RWKV-7b; or the file is an adapter, such as one of LoRA; or
         `config.json` asks for another formula or other sizes; or `data` or `model` names an axis
-        that the mesh does not have, or there is no mesh.
+        that the mesh does not have, or there is no mesh; or there is a `group` without `quantize`,
+        or `rwkv_jax.models.quantize` refuses the parameters, such as those that are int8 in the
+        file.
       TypeError: `dtype` is none of these.
     """
     if dtype is not None:
         dtype = _parameters.floating("load", dtype, ("float64",))
     if mesh is None and (data, model) != (None, None):
         raise ValueError("load: mesh is None; data and model name axes of a mesh")
+    if group is not None and not quantize:
+        raise ValueError(f"load: group is {group} without quantize")
     tensors, found = _found(path)
     sharding: dict[str, NamedSharding] = {}
     if mesh is not None:
@@ -201,12 +210,21 @@ def load(
             found.module.shardings(found.params, mesh, data=data, model=model)
         )
 
-    def placed(key: Any, x: jax.ShapeDtypeStruct) -> Array:
+    def placed(key: KeyPath, x: jax.ShapeDtypeStruct) -> Array:
         name = _parameters.name(key)
         array = tensors[name].array.reshape(x.shape)
         return _array(array, loaded_dtype(name, array.dtype, dtype), sharding.get(name))
 
-    return dataclasses.replace(found, params=jax.tree_util.tree_map_with_path(placed, found.params))
+    def quantised(path: KeyPath, x: Any) -> Any:
+        wide = jax.tree_util.tree_map_with_path(lambda key, x: placed((*path, *key), x), x)
+        return _quantisation.part(path, wide, group=group)
+
+    params = jax.tree_util.tree_map_with_path(
+        quantised if quantize else placed,
+        found.params,
+        is_leaf=lambda x: quantize and isinstance(x, Weight),
+    )
+    return dataclasses.replace(found, params=params)
 
 
 def load_state(
