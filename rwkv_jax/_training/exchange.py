@@ -21,6 +21,9 @@ from jax import Array, lax
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
+from rwkv_jax._training.embedding import look_up
+from rwkv_jax.models._recomputation import save_under_mixes
+
 OVER = ("data", "seq")
 """The mesh axes along which the parameters and the state of the optimizer are distributed."""
 
@@ -87,13 +90,15 @@ def gathered(
         return dblock, dx, dfirst
 
     passed.defvjp(forward, backward)
-    return passed(block, x, of_first)
+    block, x, of_first = passed(block, x, of_first)
+    return jax.tree.map(save_under_mixes, block), x, of_first
 
 
 @jax.custom_vjp
 def scattered_before(weight: Array, last: Array) -> Array:
     """`weight`, of which the gradient is scattered before the backward pass needs that of `last`, a
-    result of the last block. That is the weight of the head, whose gradient comes first of all."""
+    result of one of the last blocks. That is the weight of the head, whose gradient comes first of
+    all."""
     return weight
 
 
@@ -156,13 +161,10 @@ def embedding(table: Array, tokens: Array, place: NamedSharding, dtype: DTypeLik
         table = whole(table, place)
     model = place.spec[0] if len(place.spec) else None
     tokens, table = varying(tokens), varying(table)
-    if model is None:
-        rows = table[tokens]
-    else:
+    if model is not None:
         # Each device has the rows of its part of the vocabulary, and zeros for all others.
-        at = tokens - lax.axis_index(model) * table.shape[0]
-        rows = table.at[jnp.where(at < 0, table.shape[0], at)].get(mode="fill", fill_value=0)
-    rows = rows.astype(dtype)
+        tokens -= lax.axis_index(model) * table.shape[0]
+    rows = look_up(table, tokens, dtype)
     if exchanges:
         rows = lax.all_to_all(rows, OVER, split_axis=0, concat_axis=3, tiled=True)[0]
     return rows if model is None else lax.psum(rows, model)

@@ -16,7 +16,8 @@ from rwkv_jax import finetuning
 from rwkv_jax._training import exchange
 from rwkv_jax._training.copies import in_place, rounded
 from rwkv_jax._training.data import Batch
-from rwkv_jax._training.parts import ALL, Parts, labels
+from rwkv_jax._training.embedding import of_weight
+from rwkv_jax._training.parts import ALL, TRAINED, Parts, labels
 from rwkv_jax.losses import cross_entropy, in_pieces
 from rwkv_jax.models import Kernels, rwkv7
 from rwkv_jax.models._trees import has_tables
@@ -112,6 +113,9 @@ def make_model(
     if parts is None:
         new = Parts(jax.eval_shape(lambda: module.init(jax.random.key(0), config)))
         parts = new, labels(new, ALL)
+    trains_embedding = parts[1].params.emb.weight == TRAINED
+    if mesh.size == 1 and trains_embedding and not has_tables(parts[0].params):
+        kernels = Kernels(implementation, embed=of_weight)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), parts[0])
     return Model(module, config, mesh, dtype, kernels, recompute, shapes, parts[1], piece, truncate)
 
@@ -220,7 +224,7 @@ def _of_rows(model: Model, params: rwkv7.Params, rows: Batch, l2_wrap: float) ->
     def local(params: rwkv7.Params, rows: Batch) -> jax.Array:
         params = params._replace(ln_out=own(params.ln_out))
         hidden_states, state = _hidden_states(model, params, rows, kernels)
-        head = exchange.scattered_before(own(params.head.weight), state[-1].att.shift)
+        head = exchange.scattered_before(own(params.head.weight), _late(state))
         return _summed_loss(model, places, l2_wrap, axes, hidden_states, head, rows)
 
     specs = jax.tree.map(lambda place: place.spec, places)
@@ -255,12 +259,18 @@ def _by_compiler(model: Model, params: rwkv7.Params, rows: Batch, l2_wrap: float
     gather = functools.partial(exchange.gathered, of_blocks, whole)
     kernels = dataclasses.replace(model.kernels, gather=gather, embed=embed)
     hidden_states, state = _hidden_states(model, params, rows, kernels)
-    head = exchange.scattered_before(params.head.weight, state[-1].att.shift)
+    head = exchange.scattered_before(params.head.weight, _late(state))
     loss = functools.partial(_summed_loss, model, places, l2_wrap, exchange.OVER)
     in_specs = (P(*exchange.OVER), places.head.weight.spec, P(*exchange.OVER))
     return jax.shard_map(loss, mesh=mesh, in_specs=in_specs, out_specs=P())(
         hidden_states, head, rows
     )
+
+
+def _late(state: Any) -> jax.Array:
+    """A result of the block before the last one, the backward pass of which comes when the gradient
+    of the head has had the last block's to travel beside."""
+    return state[-2:][0].att.shift
 
 
 def _summed_loss(
