@@ -90,7 +90,7 @@ def log(out: Path) -> dict[str, Any]:
 
 LEARNED = {
     "both": ["--train=lora,states", "--learning-rate=0.02", "--states-learning-rate=0.1"],
-    "lora, int8": ["--train=lora", "--lora-rank=8", "--base=int8", "--learning-rate=0.02"],
+    "dora, int8": ["--train=lora", "--dora", "--base=int8", "--learning-rate=0.02"],
     "pattern": ["--train=blocks.0.ffn.*", "--learning-rate=0.02"],
 }
 
@@ -236,7 +236,7 @@ def test_resume_within_documents(run: Run, folder: Path, tmp_path: Path, at_step
     files = {"texts.jsonl": 2, "talks.jsonl": 1, "tokens.bin": 0.5}
     data = [f"--data={folder / name}={weight}" for name, weight in files.items()]
     options = [*data, "--train=lora,states", "--lora-dropout=0.5", "--steps=6", "--save-every=2"]
-    options.append("--ema=0.5")
+    options += ["--dora", "--ema=0.5"]
     at_step(3, interrupt)
     assert run(*options, out=tmp_path / "parts") == 130
     at_step(-1, interrupt)
@@ -342,7 +342,7 @@ def test_on_a_mesh(
     run: Run, train: ModuleType, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(train.report, "sample", lambda *_: "")
-    options = [f"--data={folder / 'talks.jsonl'}", "--train=lora,states", "--steps=3"]
+    options = [f"--data={folder / 'talks.jsonl'}", "--train=lora,states", "--dora", "--steps=3"]
     for name, more in {"one": [], "several": ["--mesh=seq=2,model=2"]}.items():
         assert run(*options, *more, out=tmp_path / name) == 0
     one, several = log(tmp_path / "one"), log(tmp_path / "several")
@@ -407,6 +407,8 @@ def test_targets_that_do_not_go_together(run: Run, capsys: Any) -> None:
     for options, message in {
         "--train=all,lora": "accepted is all, or what is not all of it",
         "--train=lora --initial-state=x": "--initial-state --train states",
+        "--dora": "--rslora and --dora need --train lora, and a new adapter, without --adapter",
+        "--train=lora --dora --adapter=x": "without --adapter",
         "--train=states --task=reverse": "exclude each other",
         "--tokenizer=world": "--tokenizer needs --data",
     }.items():
