@@ -438,6 +438,9 @@ def test_files(tmp_path: Path, names: Any, dora: bool) -> None:
         x = tensors[f"base_model.model.{NAMES[names]}.{part}"]
         np.testing.assert_array_equal(x.array, getattr(low, part.removesuffix(".weight")))
     assert len(tensors) == 12 * (2 + dora)
+    narrow = finetuning.load_adapter(tmp_path / "a", params, dtype=jnp.bfloat16)
+    dtypes = [str(x.dtype) for x in jax.tree.leaves(narrow.matrices["blocks.1.att.key"])]
+    assert dtypes == ["bfloat16", "bfloat16", "float32"][: 2 + dora]
 
 
 def test_files_of_peft(tmp_path: Path) -> None:

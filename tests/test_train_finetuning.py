@@ -118,6 +118,8 @@ def test_learning(
     loss = json.loads(capsys.readouterr().out)["loss"]
     # The base of the command is not int8.
     assert loss == pytest.approx(losses["held_out"][-1][1], rel=0.1 if "int8" in name else 1e-3)
+    if "dora" in name:
+        assert finetuning.load_adapter(tmp_path / "out" / "adapter", before.params).dora
     if name == "pattern":
         new = rwkv7.names(models.load(reads[0]).params)
         for given, x in rwkv7.names(before.params).items():

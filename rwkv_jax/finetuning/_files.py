@@ -134,7 +134,7 @@ def load_adapter(
     Args:
       path: the folder.
       params: the parameters of the base model, in either form, or their shapes.
-      dtype: the dtype of A and B.
+      dtype: the dtype of A and B. Magnitudes are float32.
 
     Raises:
       FileNotFoundError: there is no such folder, or one of its files is missing.
