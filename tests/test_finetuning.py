@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from rwkv_jax import finetuning, models
 from rwkv_jax.models import rwkv4, rwkv5, rwkv6, rwkv7
 from rwkv_jax.models._checkpoints import files
+from rwkv_jax.models._linear import linear
 from support import checkpoints, hlo
 from support.commands import Command
 from support.models import config_of, parameters, random_like, shapes_of
@@ -39,11 +40,17 @@ def assert_same_arrays(found: Any, expected: Any) -> None:
     jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), found, expected)
 
 
-@pytest.mark.parametrize("module", [rwkv7, rwkv6, rwkv5, rwkv4], ids=lambda x: x.__name__[-5:])
-def test_applied_equals_merged(module: ModuleType) -> None:
-    """For sequences and tokens, in all forms; and W + B A alpha / rank is what numpy computes."""
+@pytest.mark.quick("dora")
+@pytest.mark.parametrize(
+    ("module", "dora"),
+    [(rwkv7, False), (rwkv7, True), (rwkv6, False), (rwkv5, False), (rwkv4, True)],
+    ids=lambda x: x.__name__[-5:] if isinstance(x, ModuleType) else "dora" if x else "lora",
+)
+def test_applied_equals_merged(module: ModuleType, dora: bool) -> None:
+    """For sequences and tokens, in all forms; and W + B A alpha / rank is what numpy computes, with
+    the magnitudes of DoRA."""
     params = parameters(module)
-    adapter = adapter_of(params)
+    adapter = adapter_of(params, dora=dora)
     merged = finetuning.merge(params, adapter)
 
     @jax.jit
@@ -61,21 +68,30 @@ def test_applied_equals_merged(module: ModuleType) -> None:
         for x, y in zip(found, expected, strict=True):
             assert rms_error(x, y) < 1e-6
     for form in (module.stacked, models.for_decoding):
-        assert_same_arrays(finetuning.merge(form(params), adapter), form(merged))
+        found = finetuning.merge(form(params), adapter)
+        if dora:  # sums of squares are not added in the same order
+            assert_trees_close(found, form(merged), 1e-6)
+        else:
+            assert_same_arrays(found, form(merged))
     before, after = module.names(params), module.names(merged)
     for name, x in before.items():
         if low := adapter.matrices.get(name.removesuffix(".weight")):
             x = x + np.asarray(low.lora_B, np.float64) @ low.lora_A * 8 / 4
+            if dora:
+                norms = np.linalg.norm(x, axis=1, keepdims=True)
+                x = np.asarray(low.lora_magnitude_vector)[:, None] * x / norms
         np.testing.assert_allclose(after[name], x, rtol=1e-6, atol=1e-6)
     assert len(adapter.matrices) == 2 * len(finetuning.TARGETS)
 
 
+@pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("base", ["float32", "int8"])
-def test_gradients(base: str) -> None:
-    """Those of A and B are what the chain rule makes of the gradients of merged matrices. With
-    dropout and a base of int8, whose matrices have none, they are those of plain JAX."""
+def test_gradients(base: str, dora: bool) -> None:
+    """They are what the chain rule makes of the gradients of merged matrices, where norms of DoRA
+    are constants. With dropout and a base of int8, whose matrices have none, they are those of
+    plain JAX."""
     params = parameters(rwkv7)
-    adapter = adapter_of(params, dropout=0.25)
+    adapter = adapter_of(params, dropout=0.25, dora=dora)
 
     def loss(tree: Any, **options: Any) -> jax.Array:
         return jnp.sum(jnp.sin(rwkv7.hidden_states(tree, TOKENS, **options)[0]))
@@ -95,8 +111,15 @@ def test_gradients(base: str) -> None:
         return
     of_merged = rwkv7.names(jax.jit(jax.grad(loss))(finetuning.merge(params, adapter)))
     for name, found in gradients(params).items():
-        first, second = adapter.matrices[name]
-        whole = 8 / 4 * of_merged[f"{name}.weight"]
+        first, second, magnitude = adapter.matrices[name]
+        whole = of_merged[f"{name}.weight"]
+        if magnitude is not None:
+            matrix = rwkv7.names(params)[f"{name}.weight"] + 8 / 4 * second @ first
+            norms = jnp.linalg.norm(matrix, axis=1)
+            expected = jnp.sum(whole * matrix, 1) / norms
+            assert rms_error(found.lora_magnitude_vector, expected) < 1e-5
+            whole *= (magnitude / norms)[:, None]
+        whole *= 8 / 4
         assert rms_error(found.lora_A, second.T @ whole) < 1e-5
         assert rms_error(found.lora_B, whole @ first.T) < 1e-5
 
@@ -125,7 +148,7 @@ def test_gradients_over_devices(check_vma: bool) -> None:
         out_specs=P(),
         check_vma=check_vma,
     )
-    operands = adapter_of(params, dropout=0.25), params, TOKENS, key
+    operands = adapter_of(params, dropout=0.25, dora=True), params, TOKENS, key
     found, expected = (jax.jit(jax.grad(f))(*operands) for f in (distributed, by_row))
     assert_trees_close(found, expected, 1e-5)
 
@@ -141,13 +164,16 @@ def test_targets_and_scales() -> None:
         "blocks.1.ffn.key",
         *(f"blocks.1.att.{name}" for name in ("receptance", "key", "value", "output")),
     }
-    first, second = made.matrices["blocks.0.ffn.key"]
+    first, second, _ = made.matrices["blocks.0.ffn.key"]
     assert (first.shape, second.shape) == ((3, 32), (128, 3))
     assert np.abs(first).max() <= 1 / math.sqrt(32)
     assert np.std(first) == pytest.approx(1 / math.sqrt(3 * 32), rel=0.2)
     assert_same_arrays(finetuning.merge(params, made), params)
+    zero = jax.tree.map(lambda x: x.at[0].set(0) if x.ndim == 2 else x, params)
+    made = finetuning.init_adapter(jax.random.key(0), zero, dora=True)
+    assert_trees_close(finetuning.merge(zero, made), zero, 1e-6)
     low = adapter_of(params, rslora=True, targets=["blocks.0.ffn.key"])
-    (first, second) = low.matrices["blocks.0.ffn.key"]
+    first, second, _ = low.matrices["blocks.0.ffn.key"]
     change = (
         finetuning.merge(params, low).blocks[0].ffn.key.weight - params.blocks[0].ffn.key.weight
     )
@@ -177,6 +203,21 @@ def test_dropout() -> None:
     assert rms_error(first, other) > 1e-3
     weight = finetuning.adapted(params, adapter).blocks[0].att.key
     assert weight.dropout is None
+
+
+def test_dropout_of_dora() -> None:
+    """As in PEFT, the model has W x, to which W and A of the same share of the inputs are added."""
+    params = parameters(rwkv7)
+    adapter = adapter_of(params, dropout=0.25, dora=True)
+    weight = finetuning.adapted(params, adapter, key=jax.random.key(1)).blocks[0].att.key
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 40, 32)), jnp.float32)
+    found = linear(weight, x)[0]
+    first, second, magnitude = map(np.asarray, adapter.matrices["blocks.0.att.key"])
+    matrix = np.asarray(params.blocks[0].att.key.weight)
+    kept = np.asarray(weight.dropout.of(x)[0])
+    factor = magnitude / np.linalg.norm(matrix + 2 * second @ first, axis=1)
+    added = (factor - 1) * (kept @ matrix.T) + factor * 2 * (kept @ first.T @ second.T)
+    np.testing.assert_allclose(found, x[0] @ matrix.T + added, rtol=1e-4, atol=1e-4)
 
 
 def tunable() -> rwkv7.Params:
@@ -243,7 +284,7 @@ def test_learning(what: str) -> None:
 def test_backward_pass_keeps_weights_as_they_are_stored() -> None:
     """Of int8 and bfloat16 weights, no copies in the dtype of the activations."""
     params = random_like(shapes_of(rwkv7, config_of(rwkv7, hidden_size=48)))
-    adapter = finetuning.init_adapter(jax.random.key(0), params, rank=2)
+    adapter = finetuning.init_adapter(jax.random.key(0), params, rank=2, dora=True)
     narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     for tree in (rwkv7.stacked(models.quantize(params)), narrow):
 
@@ -376,23 +417,30 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize("names", NAMES)
-def test_files(tmp_path: Path, names: Any) -> None:
+@pytest.mark.quick("dora")
+@pytest.mark.parametrize(
+    ("names", "dora"), [("hf", True), ("hf", False), ("fla", False), ("official", False)]
+)
+def test_files(tmp_path: Path, names: Any, dora: bool) -> None:
     """What was saved is read back bit for bit, with the names that PEFT looks for."""
     params = parameters(rwkv7)
-    adapter = adapter_of(params, alpha=12.0, rslora=True, dropout=0.5)
+    adapter = adapter_of(params, alpha=12.0, rslora=True, dropout=0.5, dora=dora)
     finetuning.save_adapter(tmp_path / "a", adapter, names=names, base="of/hub")
     assert_same_arrays(finetuning.load_adapter(tmp_path / "a", rwkv7.stacked(params)), adapter)
     found = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
     expected = {"peft_type": "LORA", "r": 4, "lora_alpha": 12.0, "use_rslora": True}
+    expected["use_dora"] = dora
     assert found.items() >= (expected | {"base_model_name_or_path": "of/hub"}).items()
     assert NAMES[names] in found["target_modules"]
     tensors = files.read(tmp_path / "a" / "adapter_model.safetensors")
     low = adapter.matrices["blocks.1.att.key"]
-    for part in ("lora_A", "lora_B"):
-        x = tensors[f"base_model.model.{NAMES[names]}.{part}.weight"]
-        np.testing.assert_array_equal(x.array, getattr(low, part))
-    assert len(tensors) == 24
+    for part in ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")[: 2 + dora]:
+        x = tensors[f"base_model.model.{NAMES[names]}.{part}"]
+        np.testing.assert_array_equal(x.array, getattr(low, part.removesuffix(".weight")))
+    assert len(tensors) == 12 * (2 + dora)
+    narrow = finetuning.load_adapter(tmp_path / "a", params, dtype=jnp.bfloat16)
+    dtypes = [str(x.dtype) for x in jax.tree.leaves(narrow.matrices["blocks.1.att.key"])]
+    assert dtypes == ["bfloat16", "bfloat16", "float32"][: 2 + dora]
 
 
 def test_files_of_peft(tmp_path: Path) -> None:
@@ -425,14 +473,15 @@ def test_files_of_peft(tmp_path: Path) -> None:
         for name, x in expected.items():
             np.testing.assert_allclose(found[name.removeprefix("model.")], x, rtol=1e-6, atol=1e-6)
 
-    for rslora in (False, True):
-        adapter = adapter_of(params, rslora=rslora)
+    for options in ({}, {"rslora": True}, {"dora": True}):
+        adapter = adapter_of(params, **options)
         finetuning.save_adapter(tmp_path, adapter)
         assert_merged(peft.PeftModel.from_pretrained(modules(), tmp_path), adapter)
-        config = peft.LoraConfig(r=3, use_rslora=rslora, target_modules=["att.key", "value"])
+        own = {f"use_{name}": x for name, x in options.items()}
+        config = peft.LoraConfig(r=3, target_modules=["att.key", "value"], **own)
         made = peft.get_peft_model(modules(), config)
         for name, x in made.named_parameters():
-            if "lora_B" in name:
+            if "lora_B" in name or "magnitude" in name:
                 torch.nn.init.normal_(x)
         made.save_pretrained(tmp_path / "peft")
         adapter = finetuning.load_adapter(tmp_path / "peft", params)
@@ -457,7 +506,13 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     large = {f"{name}A.weight": np.zeros((4, 48), np.float32)}
     for tensors, config, messages in (
         (right, {"peft_type": "LOHA"}, ["peft_type is 'LOHA'; accepted is LORA"]),
-        (right, {"use_dora": True}, ["use_dora is True; accepted is nothing"]),
+        (right, {"use_dora": 1}, ["use_dora is no boolean"]),
+        (right, {"use_dora": True}, ["lora_magnitude_vector of blocks.0.att.key is missing;"]),
+        (
+            right | {f"{name}magnitude_vector": first[0]},
+            {},
+            ["lora_magnitude_vector of blocks.0.att.key is there; expected is none where use_dora"],
+        ),
         (right, {"init_lora_weights": "pissa"}, ["init_lora_weights is 'pissa'; accepted is True"]),
         (right, {"bias": "all"}, ["bias is 'all'"]),
         (right, {"modules_to_save": ["head"]}, ["modules_to_save is ['head']"]),
@@ -519,6 +574,8 @@ def test_calls_that_are_refused(tmp_path: Path) -> None:
             call()
     with pytest.raises(TypeError, match="init_adapter: params is a dict; accepted is a Params"):
         finetuning.init_adapter(jax.random.key(0), {})
+    with pytest.raises(TypeError, match="init_adapter: params are shapes; accepted for dora are"):
+        finetuning.init_adapter(jax.random.key(0), shapes_of(rwkv7, config_of(rwkv7)), dora=True)
     with pytest.raises(TypeError, match="merge: adapter is a Params; accepted is an Adapter"):
         finetuning.merge(params, params)
 
@@ -564,7 +621,7 @@ def test_a_file_of_rwkv_peft(tmp_path: Path, command: Command) -> None:
     beside = {"ln_out.bias": np.ones(24, np.float32), "blocks.1.att.x_r": np.ones((1, 1, 24))}
     tensors = {name: x.astype(np.float32) for name, x in beside.items()}
     for name, low in adapter.matrices.items():
-        tensors |= {f"{name}.{part}": np.asarray(x) for part, x in low._asdict().items()}
+        tensors |= {f"{name}.lora_{x}": np.asarray(y) for x, y in zip("AB", low[:2], strict=True)}
     checkpoints.write_pth(file, tensors)
     command("merge", model, file, merged, "--lora-alpha", 8)
     found = rwkv7.names(models.load(merged).params)

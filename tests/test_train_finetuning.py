@@ -90,7 +90,7 @@ def log(out: Path) -> dict[str, Any]:
 
 LEARNED = {
     "both": ["--train=lora,states", "--learning-rate=0.02", "--states-learning-rate=0.1"],
-    "lora, int8": ["--train=lora", "--lora-rank=8", "--base=int8", "--learning-rate=0.02"],
+    "dora, int8": ["--train=lora", "--dora", "--base=int8", "--learning-rate=0.02"],
     "pattern": ["--train=blocks.0.ffn.*", "--learning-rate=0.02"],
 }
 
@@ -118,6 +118,8 @@ def test_learning(
     loss = json.loads(capsys.readouterr().out)["loss"]
     # The base of the command is not int8.
     assert loss == pytest.approx(losses["held_out"][-1][1], rel=0.1 if "int8" in name else 1e-3)
+    if "dora" in name:
+        assert finetuning.load_adapter(tmp_path / "out" / "adapter", before.params).dora
     if name == "pattern":
         new = rwkv7.names(models.load(reads[0]).params)
         for given, x in rwkv7.names(before.params).items():
@@ -258,7 +260,7 @@ def test_resume_within_documents(run: Run, folder: Path, tmp_path: Path, at_step
     files = {"texts.jsonl": 2, "talks.jsonl": 1, "tokens.bin": 0.5}
     data = [f"--data={folder / name}={weight}" for name, weight in files.items()]
     options = [*data, "--train=lora,states", "--lora-dropout=0.5", "--steps=6", "--save-every=2"]
-    options.append("--ema=0.5")
+    options += ["--dora", "--ema=0.5"]
     at_step(3, interrupt)
     assert run(*options, out=tmp_path / "parts") == 130
     at_step(-1, interrupt)
@@ -364,7 +366,7 @@ def test_on_a_mesh(
     run: Run, train: ModuleType, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(train.report, "sample", lambda *_: "")
-    options = [f"--data={folder / 'talks.jsonl'}", "--train=lora,states", "--steps=3"]
+    options = [f"--data={folder / 'talks.jsonl'}", "--train=lora,states", "--dora", "--steps=3"]
     for name, more in {"one": [], "several": ["--mesh=seq=2,model=2"]}.items():
         assert run(*options, *more, out=tmp_path / name) == 0
     one, several = log(tmp_path / "one"), log(tmp_path / "several")
@@ -429,6 +431,8 @@ def test_targets_that_do_not_go_together(run: Run, capsys: Any) -> None:
     for options, message in {
         "--train=all,lora": "accepted is all, or what is not all of it",
         "--train=lora --initial-state=x": "--initial-state --train states",
+        "--dora": "--rslora and --dora need --train lora, and a new adapter, without --adapter",
+        "--train=lora --dora --adapter=x": "without --adapter",
         "--train=states --task=reverse": "exclude each other",
         "--tokenizer=world": "--tokenizer needs --data",
     }.items():

@@ -37,7 +37,7 @@ def add_adapter(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--adapter",
         metavar="FOLDER",
-        help="an adapter of LoRA in a folder of PEFT, which the model has beside its matrices",
+        help="an adapter of LoRA or DoRA in a folder of PEFT, beside the matrices of the model",
     )
 
 

@@ -6,7 +6,7 @@ from rwkv_jax import _files
 from rwkv_jax._commands.arguments import add_dtype, add_model
 from rwkv_jax._commands.output import check_target, in_bytes, refuse_existing
 
-HELP = "Add an adapter of LoRA to the matrices of a model and write the result."
+HELP = "Add an adapter of LoRA or DoRA to the matrices of a model and write the result."
 EXAMPLES = (
     "merge model.pth adapter merged.pth",
     "merge model.pth adapter merged.safetensors --dtype bfloat16",

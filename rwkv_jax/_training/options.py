@@ -344,6 +344,11 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
         help="matrices that get an adapter",
     )
     add("--rslora", action="store_true", help="divide alpha by the square root of the rank")
+    add(
+        "--dora",
+        action="store_true",
+        help="also train the magnitude of each output of a matrix with a new adapter",
+    )
     add("--initial-state", type=filled, metavar="FILE", help="go on with these tuned states")
 
 
@@ -476,6 +481,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for option, target in ((args.adapter, LORA), (args.initial_state, STATES)):
         if option and target not in named:
             parser.error("--adapter needs --train lora, and --initial-state --train states")
+    if (args.rslora or args.dora) and (LORA not in named or args.adapter):
+        parser.error("--rslora and --dora need --train lora, and a new adapter, without --adapter")
     if STATES in named and args.task:
         parser.error("--train states and --task exclude each other")
     if not args.data and args.prompt is None:

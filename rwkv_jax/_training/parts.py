@@ -113,6 +113,7 @@ def _adapter(args: argparse.Namespace, params: PyTree[Array]) -> finetuning.Adap
             targets=_split(args.lora_targets),
             rslora=args.rslora,
             dropout=args.lora_dropout,
+            dora=args.dora,
         )
     adapter = finetuning.load_adapter(args.adapter, params)
     return dataclasses.replace(adapter, dropout=args.lora_dropout)

@@ -1,10 +1,10 @@
 """Finetuning of models of RWKV-4 to 7: what is trained beside parameters that stay as they are.
 
-An `Adapter` is LoRA: matrices of low rank beside chosen matrices of a model. `adapted` puts it into
-the parameters that the functions of the model take, and `merge` adds it to them. `save_adapter` and
-`load_adapter` write and read the folders of PEFT, and `load_rwkv_peft` reads the files of
-RWKV-PEFT. `initial_states` are trainable states before the first token, and `state_of` is the state
-of the model with them. `labels`, `split` and `join` say what of any such tree is trained.
+An `Adapter` is LoRA or DoRA: matrices of low rank beside chosen matrices of a model. `adapted`
+puts it into the parameters that the functions of the model take, and `merge` adds it to them.
+`save_adapter` and `load_adapter` write and read the folders of PEFT, and `load_rwkv_peft` reads the
+files of RWKV-PEFT. `initial_states` are trainable states before the first token, and `state_of` is
+the state of the model with them. `labels`, `split` and `join` say what of any such tree is trained.
 """
 
 from rwkv_jax.finetuning._adapter import TARGETS as TARGETS

@@ -1,8 +1,8 @@
-"""LoRA: trainable matrices of low rank beside the matrices of a model."""
+"""LoRA and DoRA: trainable matrices of low rank beside the matrices of a model."""
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Key
 
 from rwkv_jax._operator import check
-from rwkv_jax.finetuning import _patterns
+from rwkv_jax.finetuning import _dora, _patterns
 from rwkv_jax.models import _parameters
 from rwkv_jax.models._generations import generation_of_params
 from rwkv_jax.models._linear import Adapted, AnyWeight, Dropout, Weight, WeightByInput
@@ -25,19 +25,22 @@ TARGETS = ("att.receptance", "att.key", "att.value", "att.output", "ffn.key", "f
 
 class LowRank(NamedTuple):
     """The two matrices beside a matrix [outputs, inputs]: A [rank, inputs] and B [outputs, rank].
-    The names are those of PEFT."""
+    DoRA has the magnitude of each output as well [outputs]. The names are those of PEFT."""
 
     lora_A: Array
     lora_B: Array
+    lora_magnitude_vector: Array | None = None
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-    """LoRA, a tree whose leaves are the matrices. It is the same for parameters in either form.
+    """LoRA or DoRA, a tree whose leaves are the matrices and the magnitudes. It is the same for
+    parameters in either form.
 
     Attributes:
-      matrices: A and B by the official name of the matrix, such as "blocks.0.att.key".
+      matrices: A and B, and the magnitudes of DoRA, by the official name of the matrix, such as
+        "blocks.0.att.key".
       alpha: the factor of the product, see `adapted`.
       rslora: whether this factor falls as the square root of the rank.
       dropout: the share of the inputs of A that are left out in training.
@@ -47,6 +50,11 @@ class Adapter:
     alpha: float = dataclasses.field(metadata={"static": True})
     rslora: bool = dataclasses.field(default=False, metadata={"static": True})
     dropout: float = dataclasses.field(default=0.0, metadata={"static": True})
+
+    @property
+    def dora(self) -> bool:
+        """Whether it is DoRA."""
+        return any(low.lora_magnitude_vector is not None for low in self.matrices.values())
 
 
 def init_adapter(
@@ -58,14 +66,16 @@ def init_adapter(
     targets: Sequence[str] = TARGETS,
     rslora: bool = False,
     dropout: float = 0.0,
+    dora: bool = False,
     dtype: DTypeLike = jnp.float32,
 ) -> Adapter:
     """An adapter that changes nothing yet: A is uniform between -1 / sqrt(inputs) and
-    1 / sqrt(inputs), as in PEFT, and B is zero.
+    1 / sqrt(inputs), as in PEFT, B is zero, and the magnitudes of DoRA are the norms of the rows of
+    the matrices.
 
     Args:
       key: a random key.
-      params: the parameters of the model, in either form, or their shapes.
+      params: the parameters of the model, in either form, or their shapes if it is not DoRA.
       rank: the rank of the product B A.
       alpha: the factor of it, see `adapted`.
       targets: patterns of the names of matrices, with `*`, `?` and `[...]`: of whole names, as
@@ -73,13 +83,15 @@ def init_adapter(
         those of the linear maps of blocks, but not w1, w2 and the like, which are of low rank.
       rslora: as `Adapter` has it.
       dropout: likewise; from 0 to less than 1.
+      dora: whether it is DoRA, which has magnitudes, in float32.
       dtype: the dtype of A and B.
 
     Raises:
       TypeError: `params` are not the parameters of a model, or an argument has the wrong type.
       ValueError: a pattern is that of no matrix, or a number is not accepted.
 
-    Source: "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2106.09685).
+    Sources: "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2106.09685) and "DoRA:
+    Weight-Decomposed Low-Rank Adaptation" (arXiv:2402.09353).
     """
     what = "init_adapter"
     check.number(what, "rank", rank, 1)
@@ -95,13 +107,33 @@ def init_adapter(
     keys = jax.random.split(key, len(sizes))
     dtype = _parameters.floating(what, dtype)
 
-    def low_rank(key: Array, outputs: int, inputs: int) -> LowRank:
+    if dora and any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)):
+        raise TypeError(f"{what}: params are shapes; accepted for dora are arrays")
+    norms = _norms(params, sizes) if dora else {}
+
+    def low_rank(key: Array, name: str) -> LowRank:
+        outputs, inputs = sizes[name]
         most = 1 / math.sqrt(inputs)
         first = jax.random.uniform(key, (rank, inputs), minval=-most, maxval=most)
-        return LowRank(first.astype(dtype), jnp.zeros((outputs, rank), dtype))
+        second = jnp.zeros((outputs, rank), dtype)
+        return LowRank(first.astype(dtype), second, norms.get(name))
 
-    found = {name: low_rank(k, *sizes[name]) for name, k in zip(sizes, keys, strict=True)}
+    found = {name: low_rank(k, name) for name, k in zip(sizes, keys, strict=True)}
     return Adapter(found, alpha, rslora, dropout)
+
+
+def _norms(params: Any, names: Collection[str]) -> dict[str, Array]:
+    """The norms of the rows of matrices, those of these names among them."""
+    layers = len(jax.eval_shape(unstacked, params).blocks)
+    found: dict[str, Array] = {}
+
+    def add(path: KeyPath, x: Any) -> None:
+        own = _official(_parameters.name(path), layers)
+        if any(name in names for name in own):
+            found.update(zip(own, _dora.norms(x).reshape(len(own), -1), strict=True))
+
+    jax.tree_util.tree_map_with_path(add, params, is_leaf=_is_weight)
+    return found
 
 
 def numbers(what: str, alpha: Any, dropout: Any) -> tuple[float, float]:
@@ -151,14 +183,17 @@ def adapted(params: Any, adapter: Adapter, *, key: Key[Array, ""] | None = None)
 
         y = W x        there is        y = W x + s B (A x)
 
-    with s = alpha / rank or, for rsLoRA, s = alpha / sqrt(rank). All products are in the dtype of
-    the activations, W stays as it is stored, in bfloat16 or int8 for example, and no matrix W + B A
-    is made. With `key` a share `adapter.dropout` of the numbers in x, drawn anew for each matrix,
-    is zero before A, and the others are divided by 1 - dropout.
+    with s = alpha / rank or, for rsLoRA, s = alpha / sqrt(rank). DoRA multiplies each output of
+    this y by m / |W + s B A|, its magnitude m and the norm of its row of W + s B A, which is a
+    constant for gradients. All products are in the dtype of the activations, W stays as it is
+    stored, in bfloat16 or int8 for example, and no matrix W + B A is made. With `key` a share
+    `adapter.dropout` of the numbers in x, drawn anew for each matrix, is zero before A, and the
+    others are divided by 1 - dropout. DoRA takes x with these zeros for W as well, and adds the
+    product of W with the difference, as PEFT does.
 
     Call it inside the function that is differentiated with respect to `adapter`. The gradient of
     what `params` has is then never computed. `rwkv_jax.generation` and `rwkv_jax.serving` take the
-    result as well, and so does `models.quantize`, which leaves A and B as they are.
+    result as well, and so does `models.quantize`, which leaves all but W as it is.
 
     Fused kernels of the channel mixing and of whole blocks take plain matrices: where they are
     adapted, products by the compiler stand in for them. All other kernels run as without an
@@ -178,7 +213,7 @@ def adapted(params: Any, adapter: Adapter, *, key: Key[Array, ""] | None = None)
       ValueError: they have an adapter already, or the adapter is for other matrices, sizes or
         blocks.
 
-    Sources: LoRA (arXiv:2106.09685) and rsLoRA (arXiv:2312.03732).
+    Sources: LoRA (arXiv:2106.09685), rsLoRA (arXiv:2312.03732) and DoRA (arXiv:2402.09353).
     """
     return _adapted("adapted", params, adapter, key)
 
@@ -191,14 +226,14 @@ def _adapted(what: str, params: Any, adapter: Adapter, key: Array | None = None)
     if key is not None and adapter.dropout > 0:
         keys = dict(zip(names, jax.random.split(key, len(names)), strict=True))
 
-    def low_rank(name: str) -> tuple[Array, Array, Dropout | None]:
-        first, second = adapter.matrices[name]
+    def low_rank(name: str) -> tuple[Array, Array, Dropout | None, Array | None]:
+        first, second, magnitude = adapter.matrices[name]
         rank = len(first)
         scale = adapter.alpha / (math.sqrt(rank) if adapter.rslora else rank)
         dropout = None
         if keys is not None:
             dropout = Dropout(keys[name], jnp.float32(adapter.dropout))
-        return first, second * scale, dropout
+        return first, second * scale, dropout, magnitude
 
     layers = len(jax.eval_shape(unstacked, params).blocks)
 
@@ -215,9 +250,12 @@ def _adapted(what: str, params: Any, adapter: Adapter, key: Array | None = None)
                 f"{what}: the adapter has {len(present)} of the {len(own)} matrices that {name} "
                 "stands for; accepted for the stacked form are all or none of them"
             )
-        if ".rest." not in name:
-            return Adapted(x, *present[0])
-        return Adapted(x, *jax.tree.map(lambda *xs: jnp.stack(xs), *present))
+        parts = present[0]
+        if ".rest." in name:
+            parts = jax.tree.map(lambda *xs: jnp.stack(xs), *present)
+        first, second, dropout, magnitude = parts
+        gain = None if magnitude is None else _dora.gain(x, first, second, magnitude)
+        return Adapted(x, first, second, dropout, gain)
 
     return jax.tree_util.tree_map_with_path(with_adapter, params, is_leaf=_is_weight)
 
@@ -241,18 +279,29 @@ def _check(what: str, adapter: Adapter, sizes: Mapping[str, tuple[int, int]]) ->
                 f"{what}: the adapter is for {name}, which is no matrix of a linear map in a block "
                 "of params"
             )
-        (rank, inputs), (outputs, other) = low.lora_A.shape, low.lora_B.shape
-        if (outputs, inputs) != sizes[name] or rank != other:
+        given = {part: x.shape for part, x in low._asdict().items() if x is not None}
+        expected = shapes(sizes[name], len(low.lora_A), dora="lora_magnitude_vector" in given)
+        if given != expected:
             raise ValueError(
-                f"{what}: the adapter has A {list(low.lora_A.shape)} and B "
-                f"{list(low.lora_B.shape)} for {name}; accepted are [rank, {sizes[name][1]}] and "
-                f"[{sizes[name][0]}, rank]"
+                f"{what}: the adapter has {_listed(given)} for {name}; accepted are "
+                f"{_listed(expected)}"
             )
 
 
+def shapes(size: tuple[int, int], rank: int, *, dora: bool) -> dict[str, tuple[int, ...]]:
+    """The shapes that a `LowRank` beside a matrix of this size has, by its fields."""
+    outputs, inputs = size
+    of_magnitude = {"lora_magnitude_vector": (outputs,)} if dora else {}
+    return {"lora_A": (rank, inputs), "lora_B": (outputs, rank), **of_magnitude}
+
+
+def _listed(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    return ", ".join(f"{part} {list(shape)}" for part, shape in shapes.items())
+
+
 def merge(params: Any, adapter: Adapter) -> Params:
-    """Parameters without an adapter that compute what `adapted` ones do without dropout: W + s B A
-    in place of W, computed in float32 and rounded to the dtype of W.
+    """Parameters without an adapter that compute what `adapted` ones do without dropout: in place
+    of W, W + s B A with the magnitudes of DoRA, computed in float32 and rounded to the dtype of W.
 
     Args:
       params: the parameters, in either form.
@@ -273,10 +322,13 @@ def merge(params: Any, adapter: Adapter) -> Params:
                 f"merge: {_parameters.name(path)} is int8; accepted are floats. Merge the adapter "
                 "with the parameters before they are quantised, or use it as `adapted` does"
             )
-        product = _product(x.lora_B, x.lora_A)
+        matrix = x.base.wide().astype(jnp.float32) + _product(x.lora_B, x.lora_A)
+        if x.gain is not None:
+            matrix = x.gain[..., None] * matrix
         if isinstance(x.base, WeightByInput):
-            return WeightByInput(_sum(x.base.by_input, jnp.matrix_transpose(product)))
-        return Weight(_sum(x.base.weight, product))
+            matrix = jnp.matrix_transpose(matrix)
+            return WeightByInput(matrix.astype(x.base.by_input.dtype))
+        return Weight(matrix.astype(x.base.weight.dtype))
 
     return jax.tree_util.tree_map_with_path(
         merged, _adapted("merge", params, adapter), is_leaf=lambda x: isinstance(x, Adapted)
@@ -289,7 +341,3 @@ def _product(
     """B A in float32."""
     second, first = second.astype(jnp.float32), first.astype(jnp.float32)
     return jnp.matmul(second, first, precision="highest")
-
-
-def _sum(weight: Array, product: Array) -> Array:
-    return (weight.astype(jnp.float32) + product).astype(weight.dtype)

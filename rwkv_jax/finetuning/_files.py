@@ -9,11 +9,12 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.typing import DTypeLike
 
 from rwkv_jax import _files
 from rwkv_jax._operator import check
-from rwkv_jax.finetuning._adapter import Adapter, LowRank, matrices, numbers
+from rwkv_jax.finetuning._adapter import Adapter, LowRank, matrices, numbers, shapes
 from rwkv_jax.models import _parameters
 from rwkv_jax.models._checkpoints import files, fla, safetensors, writing
 from rwkv_jax.models._checkpoints.names import official_name
@@ -32,7 +33,9 @@ Sizes: TypeAlias = Mapping[str, tuple[int, int]]
 CONFIG, MODEL = "adapter_config.json", "adapter_model.safetensors"
 
 _PREFIX = "base_model.model."
-_TENSOR = re.compile(r"base_model\.model\.(.+)\.(lora_[AB])\.weight")
+_TENSOR = re.compile(
+    r"base_model\.model\.(.+)\.(lora_[AB](?=\.weight)|lora_magnitude_vector)(?:\.weight)?"
+)
 
 _ACCEPTED: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -44,7 +47,7 @@ _ANY = {
     *("r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "exclude_modules"),
     *("layers_to_transform", "layers_pattern", "task_type", "auto_mapping", "inference_mode"),
     *("base_model_name_or_path", "revision", "peft_version", "runtime_config", "eva_config"),
-    *("megatron_core", "qalora_group_size", "ensure_weight_tying"),
+    *("megatron_core", "qalora_group_size", "ensure_weight_tying", "use_dora"),
 }
 """What a configuration may have that changes nothing, or that is read elsewhere. Everything else is
 of another method, and has to be empty or off."""
@@ -77,7 +80,8 @@ def save_adapter(
 
     Raises:
       ValueError: `path` is no folder, or the matrices have several ranks.
-      TypeError: `adapter` is no `Adapter`, or a matrix is no array of floats.
+      TypeError: `adapter` is no `Adapter`, or a matrix is no array of floats, or only some have
+        magnitudes.
     """
     what = "save_adapter"
     check.choice(what, "names", names, get_args(Names))
@@ -90,10 +94,12 @@ def save_adapter(
     if len(ranks) != 1:
         raise ValueError(f"{what}: the matrices have the ranks {ranks}; accepted is one rank")
     given = {name: _given_name(name, names) for name in adapter.matrices}
+    parts = {"lora_A": ".weight", "lora_B": ".weight"}
+    parts |= {"lora_magnitude_vector": ""} if adapter.dora else {}
     arrays = {
-        f"{_PREFIX}{given[name]}.{part}.weight": x
+        f"{_PREFIX}{given[name]}.{part}{ending}": getattr(low, part)
         for name, low in adapter.matrices.items()
-        for part, x in low._asdict().items()
+        for part, ending in parts.items()
     }
     writing.check_arrays(what, arrays)
     config = {
@@ -110,7 +116,7 @@ def save_adapter(
         "inference_mode": True,
         "init_lora_weights": True,
         "modules_to_save": None,
-        "use_dora": False,
+        "use_dora": adapter.dora,
     }
     folder.mkdir(parents=True, exist_ok=True)
     safetensors.write(folder / MODEL, {name: Stored(x, x.shape) for name, x in arrays.items()})
@@ -128,12 +134,12 @@ def load_adapter(
     Args:
       path: the folder.
       params: the parameters of the base model, in either form, or their shapes.
-      dtype: the dtype of A and B.
+      dtype: the dtype of A and B. Magnitudes are float32.
 
     Raises:
       FileNotFoundError: there is no such folder, or one of its files is missing.
-      ValueError: a file is damaged; or the adapter is of another method than LoRA, such as DoRA, or
-        its base is changed as well, as by PiSSA; or matrices are missing, of no use or of the wrong
+      ValueError: a file is damaged; or the adapter is of another method than LoRA and DoRA, or its
+        base is changed as well, as by PiSSA; or matrices are missing, of no use or of the wrong
         shape, all of which the message lists; or `path` is a file, such as one of RWKV-PEFT.
       TypeError: `dtype` is not float32, bfloat16 or float16, or `params` are not the parameters of
         a model.
@@ -154,7 +160,7 @@ def load_adapter(
         f"{quoted(given)} is {x.described()}; no matrix of the model has this name"
         for given, x in others.items()
     ]
-    check_shapes(str(folder / MODEL), found, sizes, config["r"], wrong)
+    check_shapes(str(folder / MODEL), found, sizes, config["r"], wrong, dora=config["use_dora"])
     low_rank = in_order(found, sizes, dtype)
     alpha, dropout = numbers(str(folder / CONFIG), config["lora_alpha"], config["lora_dropout"])
     return Adapter(low_rank, alpha, config["use_rslora"], dropout)
@@ -164,7 +170,7 @@ def by_matrix(
     pattern: re.Pattern[str], tensors: Mapping[str, Tensor], sizes: Sizes
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor], list[str]]:
     """Of the tensors of a file: those whose names `pattern` takes apart into that of a matrix and
-    "lora_A" or "lora_B", by these; all others; and what is wrong with the names."""
+    that of a field of `LowRank`, by these; all others; and what is wrong with the names."""
     found: dict[str, dict[str, Tensor]] = {}
     others: dict[str, Tensor] = {}
     wrong: list[str] = []
@@ -183,11 +189,13 @@ def by_matrix(
 def in_order(
     found: Mapping[str, Mapping[str, Tensor]], sizes: Sizes, dtype: DTypeLike
 ) -> dict[str, LowRank]:
-    """The matrices of an adapter in the order of the model."""
+    """The matrices of an adapter in the order of the model, with magnitudes of float32."""
+
+    def array(x: Tensor) -> Array:
+        return jnp.asarray(np.array(x.array, np.float32 if x.array.ndim == 1 else dtype))
+
     return {
-        name: LowRank(
-            *(jnp.asarray(np.array(found[name][x].array, dtype)) for x in LowRank._fields)
-        )
+        name: LowRank(**{part: array(x) for part, x in found[name].items()})
         for name in sizes
         if name in found
     }
@@ -199,10 +207,12 @@ def check_shapes(
     sizes: Sizes,
     rank: int,
     wrong: Sequence[str],
+    *,
+    dora: bool = False,
 ) -> None:
     """Raise an error for all tensors of a file that are not as they should be, of which `wrong`
     says some."""
-    wrong = [*wrong, *_wrong(found, sizes, rank)]
+    wrong = [*wrong, *_wrong(found, sizes, rank, dora)]
     if wrong or not found:
         raise ValueError(
             f"{file}: {len(wrong)} tensors are not those of an adapter of rank {rank} for this "
@@ -210,11 +220,15 @@ def check_shapes(
         )
 
 
-def _wrong(found: Mapping[str, Mapping[str, Tensor]], sizes: Sizes, rank: int) -> Iterator[str]:
+def _wrong(
+    found: Mapping[str, Mapping[str, Tensor]], sizes: Sizes, rank: int, dora: bool
+) -> Iterator[str]:
     """What is wrong with the matrices of an adapter."""
     for name, parts in found.items():
-        outputs, inputs = sizes[name]
-        for part, shape in {"lora_A": (rank, inputs), "lora_B": (outputs, rank)}.items():
+        expected = shapes(sizes[name], rank, dora=dora)
+        for part in parts.keys() - expected:
+            yield f"{part} of {name} is there; expected is none where use_dora is false"
+        for part, shape in expected.items():
             if part not in parts:
                 yield f"{part} of {name} is missing; expected is {described(shape)}"
                 continue
@@ -232,7 +246,7 @@ def _config(path: Path) -> dict[str, Any]:
       FileNotFoundError, ValueError: as `load_adapter` raises them.
     """
     # The defaults of PEFT.
-    config = {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0, "use_rslora": False}
+    config = {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0, "use_rslora": False, "use_dora": False}
     config |= {"peft_type": None, **files.json_object(path)}
     for name, value in config.items():
         if name in _ACCEPTED:
@@ -244,9 +258,10 @@ def _config(path: Path) -> dict[str, Any]:
         if not fits:
             raise ValueError(
                 f"{path}: {name} is {value!r:.100}; accepted is {' or '.join(map(str, accepted))}, "
-                "because the adapter would be another one than LoRA, or not all of what was trained"
+                "because the adapter would be of another method, or not all of what was trained"
             )
     check.number(str(path), "r", config["r"], 1)
-    if not isinstance(config["use_rslora"], bool):
-        raise ValueError(f"{path}: use_rslora is no boolean")
+    for name in ("use_rslora", "use_dora"):
+        if not isinstance(config[name], bool):
+            raise ValueError(f"{path}: {name} is no boolean")
     return config

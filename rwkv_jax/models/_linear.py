@@ -39,7 +39,7 @@ class WeightByInput(NamedTuple):
 
     def wide(self) -> Array:
         """The matrix [outputs, inputs] that the weight stands for."""
-        return Weight(self.by_input.T, self.scale).wide()
+        return Weight(jnp.matrix_transpose(self.by_input), self.scale).wide()
 
 
 class Table(NamedTuple):
@@ -64,12 +64,13 @@ class Dropout(NamedTuple):
 class Adapted(NamedTuple):
     """A weight W with a low-rank part beside it: the weight of the linear map W + B A, which is
     never made as a matrix. `lora_A` is A [rank, inputs], and `lora_B` is B [outputs, rank] with its
-    factor."""
+    factor. With `gain`, float32 [outputs], each output is multiplied by it, as in DoRA."""
 
     base: Weight | WeightByInput
     lora_A: Array
     lora_B: Array
     dropout: Dropout | None = None
+    gain: Array | None = None
 
 
 AnyWeight: TypeAlias = Weight | WeightByInput | Adapted
@@ -99,7 +100,8 @@ def linear(params: AnyWeight, x: Float[Array, "*shape inputs"]) -> Float[Array, 
 
 
 def _of_inputs(params: AnyWeight, x: Array) -> tuple[Array, ...]:
-    """The products of `x` in a linear map: W x, and A x if there is a low-rank part."""
+    """The products of `x` in a linear map: W x, and A x if there is a low-rank part. With a gain
+    and dropout, `x` is what is left of it, and the product of W with the rest is the third."""
     if not isinstance(params, Adapted):
         by_output = isinstance(params, Weight)
         matrix = params.weight if by_output else params.by_input
@@ -108,18 +110,28 @@ def _of_inputs(params: AnyWeight, x: Array) -> tuple[Array, ...]:
     # On a GPU XLA makes one product of two with the same operand. It would copy W beside A for
     # that, and in the backward pass W beside B.
     inputs = lax.optimization_barrier(inputs)
-    return *_of_inputs(params.base, x), *_of_inputs(Weight(params.lora_A), inputs)
+    apart = params.gain is not None and params.dropout is not None
+    parts = (inputs, x - inputs) if apart else (x,)
+    first, *rest = (_of_inputs(params.base, part)[0] for part in parts)
+    return first, *_of_inputs(Weight(params.lora_A), inputs), *rest
 
 
 def _with_low_rank(params: AnyWeight, products: tuple[Array, ...]) -> Array:
     """The linear map from what `_of_inputs` gives."""
-    y, *hidden = products
-    if isinstance(params, Adapted):
-        both = _recomputation.product(hidden[0]), params.lora_B
-        hidden, second = lax.optimization_barrier(both)
-        (low,) = _of_inputs(Weight(second), hidden)
-        y += lax.optimization_barrier(low)
-    return _recomputation.product(y)
+    y, *others = products
+    if not isinstance(params, Adapted):
+        return _recomputation.product(y)
+    hidden, *rest = others
+    both = _recomputation.product(hidden), params.lora_B
+    hidden, second = lax.optimization_barrier(both)
+    (low,) = _of_inputs(Weight(second), hidden)
+    y = _recomputation.product(y + lax.optimization_barrier(low))
+    if params.gain is None:
+        return y
+    # One step of the backward pass, as in `linear`.
+    y, gain = lax.optimization_barrier((y, params.gain))
+    scaled = y.astype(gain.dtype) * gain.reshape((1,) * (y.ndim - 1) + gain.shape)
+    return sum(map(_recomputation.product, rest), start=scaled.astype(y.dtype))
 
 
 def projected_read_out(
