@@ -255,6 +255,8 @@ def test_classes_of_kernels() -> None:
                 ("", "nvjet_tss_64", 770, 1570),
             ],
             "Stream #14(MemcpyD2D)": [("", "MemcpyD2D", 12, 20)],
+            # A third of it travels while the last product is computed.
+            "Stream #15(Compute)": [("", "ncclDevKernel_AllGather_RING_LL()", 1560, 1590)],
             "XLA Ops": [("", "loop_add_fusion", 0, 900)],
         }
     )
@@ -268,11 +270,13 @@ def test_classes_of_kernels() -> None:
         "other kernels of rwkv_jax": 1 + 30,
         "memory-bound fusions": 3,
         "copies": 8,
+        "collectives": 30,
         "gaps": 1,
     }
+    assert found["exposed_ms"] == pytest.approx(20 / 2000)
     assert found["classes"]["products"]["count"] == 3
     assert found["tf32"] == {"ms": pytest.approx((2 + 400) / 2000), "count": 1}
-    assert found["step_ms"] == pytest.approx(1570 / 2000)
+    assert found["step_ms"] == pytest.approx(1590 / 2000)
     assert found["kernels"][0]["name"] == "nvjet_tss_64"
 
 

@@ -43,8 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     start = clocks.Start()
     args = options.parse(argv)
     # On a GPU XLA may otherwise choose other kernels in a run that is resumed.
-    overlap = [xla_flags.OVERLAP] if args.mesh else []
-    xla_flags.add(xla_flags.CUBLAS, xla_flags.DETERMINISTIC, *overlap)
+    xla_flags.add(xla_flags.CUBLAS, xla_flags.DETERMINISTIC)
+    if args.mesh:
+        xla_flags.add_for_several_devices()
     compilation.use_cache(None if args.dry_run else args.cache)
     compilation.draw_by_kernel()
     start.part("import")

@@ -1,4 +1,4 @@
-"""Flags of XLA for training, which have to be set before JAX starts."""
+"""Flags of XLA and CUDA for training, which have to be set before JAX starts."""
 
 import os
 
@@ -8,11 +8,16 @@ CUBLAS = "--xla_gpu_enable_triton_gemm=false"
 
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 
-# For several devices: what they exchange travels while they compute. It is the default on GPUs of
-# compute capability 9.0 and higher alone. XLA then also gathers parameters before they are needed.
-OVERLAP = "--xla_gpu_enable_latency_hiding_scheduler=true"
-
 
 def add(*flags: str) -> None:
     """Add flags to the variable XLA_FLAGS. Those that it has already count more."""
     os.environ["XLA_FLAGS"] = " ".join((*flags, os.environ.get("XLA_FLAGS", "")))
+
+
+def add_for_several_devices() -> None:
+    """Let what devices exchange travel while they compute."""
+    # The default on GPUs of compute capability 9.0 and higher alone. XLA then also gathers
+    # parameters before they are needed.
+    add("--xla_gpu_enable_latency_hiding_scheduler=true")
+    # A GPU begins an exchange when it is due, and not after products that it is given later.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

@@ -218,7 +218,9 @@ def newest(folder: Path) -> list[Kernel]:
     """The kernels of the newest profile in a folder."""
     files = sorted(folder.rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
     if not files:
-        raise FileNotFoundError(f"{folder} has no .xplane.pb file, which the profiler of JAX writes")
+        raise FileNotFoundError(
+            f"{folder} has no .xplane.pb file, which the profiler of JAX writes"
+        )
     return kernels(jax.profiler.ProfileData.from_file(str(files[-1])))
 
 
