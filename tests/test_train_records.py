@@ -136,6 +136,20 @@ def test_tensorboard(run: Run, out: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert "--tensorboard needs the package tensorboardX" in capsys.readouterr().err
 
 
+def test_profile(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "profile"
+    assert run("--steps=10", f"--profile={folder}") == 0
+    show = importlib.import_module("show_profile").main
+    capsys.readouterr()
+    assert show([str(folder)]) == 0
+    assert "| products " in capsys.readouterr().out
+
+    with pytest.raises(
+        SystemExit, match="--profile records steps 8 to 10 of the run, and it has 9"
+    ):
+        run("--force", "--steps=9", f"--profile={folder}")
+
+
 def test_kept_checkpoints(run: Run, out: Path) -> None:
     assert run("--keep=3") == 0
     assert steps_kept(out) == {2, 3, 4}
