@@ -180,7 +180,8 @@ def add_keeping_arguments(parser: argparse.ArgumentParser) -> None:
         "--profile",
         type=path,
         metavar="FOLDER",
-        help="write what the devices do in steps 8 to 10 there, for XProf and Perfetto",
+        help="folder for a profile of steps 8 to 10 after the start or --resume, for XProf and "
+        "Perfetto",
     )
 
 
