@@ -1,8 +1,8 @@
 """The embedding of tokens, with a gradient that has the same bits in each run.
 
 The gradient of a look-up adds up rows of the same token. With deterministic kernels, XLA goes over
-all numbers of all rows a dozen times for that. Here small products sum the rows of each token,
-after which each token is written once.
+all numbers of all rows a dozen times for that. Here small matrix products sum the rows of each
+token.
 """
 
 import functools
@@ -71,7 +71,7 @@ def _added(
 
     Each block sums the rows of each of its tokens, and adds those of the tokens that begin in it.
     If its first token began in a block before, the sum of that token is a row that is still to be
-    added, of which there are `SIDE` times fewer.
+    added. These rows are `SIDE` times fewer.
     """
     vocabulary, width = sums.shape
     count = -(-tokens.size // SIDE)

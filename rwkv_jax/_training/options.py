@@ -348,7 +348,7 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--dora",
         action="store_true",
-        help="also train the magnitude of each output of a matrix with a new adapter",
+        help="DoRA: a new adapter also has a magnitude for each output of a matrix",
     )
     add("--initial-state", type=filled, metavar="FILE", help="go on with these tuned states")
 
