@@ -81,7 +81,7 @@ def _added(
     tokens, begins = tokens.reshape(count, SIDE), begins.reshape(count, SIDE)
     rows = jnp.pad(rows, ((0, padding), (0, 0))).reshape(count, SIDE, width)
 
-    heads = begins.at[:, 0].set(True)
+    heads = begins | (jnp.arange(SIDE)[None] == 0)
     same = heads[:, :, None] & (tokens[:, :, None] == tokens[:, None, :])
     parts = jnp.matmul(
         *(same.astype(rows.dtype), rows),
