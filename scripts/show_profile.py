@@ -23,7 +23,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="the newest profile in this folder is read")
     parser.add_argument("--longest", type=int, default=12, help="kernels to print by name")
     args = parser.parse_args(argv)
-    found = profile.by_class(profile.newest(args.folder), {}, STEPS)
+    try:
+        kernels = profile.newest(args.folder)
+    except FileNotFoundError as error:
+        parser.error(str(error))
+    found = profile.by_class(kernels, {}, STEPS)
     profile.show("one training step", found, args.longest)
     return 0
 

@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from rwkv_jax._training import exchange
+from rwkv_jax._training import embedding, exchange
 from rwkv_jax.models import rwkv7
 from support import hlo
 
@@ -73,11 +73,14 @@ def matrices(model: Any) -> list[Parameter]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "recompute"),
-    [("data=4", None), ("data=4", "blocks"), ("data=2,model=2", None), ("data=2,model=2", "cheap")],
+    [
+        *(("data=4", None), ("data=4", "mixes"), ("data=4", "blocks")),
+        *(("data=2,model=2", None), ("data=2,model=2", "cheap")),
+    ],
 )
 def test_whole_rows(train: ModuleType, tmp_path: Path, mesh: str, recompute: str | None) -> None:
-    """Matrices are gathered once, or once again where blocks are computed again, in bfloat16, and
-    each gradient is scattered. Of the embedding only rows travel, if they are fewer than those of a
+    """Matrices are gathered once, or once again with "cheap" and "blocks", in bfloat16, and each
+    gradient is scattered. Of the embedding only rows travel, if they are fewer than those of a
     device. Along "model" the activations are summed twice in each block, in bfloat16, and so are
     their cotangents."""
     more = [f"--recompute={recompute}"] if recompute else []
@@ -87,7 +90,7 @@ def test_whole_rows(train: ModuleType, tmp_path: Path, mesh: str, recompute: str
     of_blocks, sizes = matrices(model), model.mesh.shape
     assert len(of_blocks) == 2 * 12 + 2
     for x in of_blocks:
-        expected["all-gather", "bf16", x.whole] += 2 if recompute else 1
+        expected["all-gather", "bf16", x.whole] += 2 if recompute in ("cheap", "blocks") else 1
         expected["reduce-scatter", "bf16", x.shard] += 1
     head, rows = (VOCABULARY // sizes["model"], WIDTH), (BATCH // sizes["data"], CONTEXT)
     shard = head[0], WIDTH // sizes["data"]
@@ -205,3 +208,21 @@ def test_embedding(tokens: int) -> None:
     np.testing.assert_array_equal(x, table[at])
     expected = jax.grad(lambda table: jnp.sum(table[at] * weights))(table)
     np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("count", [5000, 0, 1, 65])
+def test_gradient_of_look_up(count: int) -> None:
+    """Of tokens with rows in a part of a block, in several blocks and in blocks of blocks, and of
+    tokens that are not in the table."""
+    rng = np.random.default_rng(0)
+    tokens = rng.choice([-1, 0, 1, 2, 5, 8, 9], count, p=[0.05, 0.9, 0.01, 0.01, 0.01, 0.01, 0.01])
+    table, weights = rng.standard_normal((9, 3)), rng.standard_normal((count, 3))
+
+    def total(table: jax.Array) -> jax.Array:
+        rows = embedding.look_up(table, jnp.asarray(tokens, jnp.int32), jnp.float32)
+        return jnp.sum(rows * weights.astype(np.float32))
+
+    expected, there = np.zeros((9, 3)), (tokens >= 0) & (tokens < 9)
+    np.add.at(expected, tokens[there], weights[there])
+    found = jax.jit(jax.grad(total))(jnp.asarray(table, jnp.float32))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)

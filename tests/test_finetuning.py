@@ -506,7 +506,7 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     large = {f"{name}A.weight": np.zeros((4, 48), np.float32)}
     for tensors, config, messages in (
         (right, {"peft_type": "LOHA"}, ["peft_type is 'LOHA'; accepted is LORA"]),
-        (right, {"use_dora": 1}, ["use_dora is no boolean"]),
+        (right, {"use_dora": 1}, ["use_dora is 1; accepted is true or false"]),
         (right, {"use_dora": True}, ["lora_magnitude_vector of blocks.0.att.key is missing;"]),
         (
             right | {f"{name}magnitude_vector": first[0]},

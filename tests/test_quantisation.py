@@ -44,6 +44,8 @@ def test_errors() -> None:
     params = parameters(rwkv7)
     with pytest.raises(ValueError, match="group is 7; accepted is a divisor of the 32 inputs of"):
         models.quantize(params, group=7)
+    with pytest.raises(ValueError, match="quantize: group is 0; accepted is an integer from 1 on"):
+        models.quantize(params, group=0)
     with pytest.raises(ValueError, match="receptance has a scale; accepted are weights"):
         models.quantize(models.quantize(params))
     with pytest.raises(TypeError, match="params is a dict; accepted is a Params"):
@@ -89,8 +91,10 @@ def test_load(
 
 def test_errors_of_load(tmp_path: Path) -> None:
     path, small = checkpoints.write_model(tmp_path), tmp_path / "small.safetensors"
-    with pytest.raises(ValueError, match="load: group is 8 without quantize"):
+    with pytest.raises(ValueError, match="group is 8 and quantize is False; accepted is None"):
         models.load(path, group=8)
+    with pytest.raises(TypeError, match="load: group is True; accepted is an integer from 1 on"):
+        models.load(path, quantize=True, group=True)
     with pytest.raises(ValueError, match="group is 7; accepted is a divisor of the 24 inputs of"):
         models.load(path, quantize=True, group=7)
     models.save(small, models.load(path, quantize=True).params)

@@ -7,6 +7,7 @@ The steps of most runs here compute nothing.
 import contextlib
 import importlib
 import json
+import re
 import shutil
 import signal
 import sys
@@ -136,7 +137,8 @@ def test_tensorboard(run: Run, out: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert "--tensorboard needs the package tensorboardX" in capsys.readouterr().err
 
 
-def test_profile(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_profile(run: Run, out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What cannot be profiled is refused before anything of an earlier run is replaced."""
     folder = tmp_path / "profile"
     assert run("--steps=10", f"--profile={folder}") == 0
     show = importlib.import_module("show_profile").main
@@ -144,10 +146,27 @@ def test_profile(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert show([str(folder)]) == 0
     assert "| products " in capsys.readouterr().out
 
-    with pytest.raises(
-        SystemExit, match="--profile records steps 8 to 10 of the run, and it has 9"
-    ):
+    before = metrics(out)
+    with pytest.raises(SystemExit, match=r"--profile records steps 8 to 10 .* takes 9 steps"):
         run("--force", "--steps=9", f"--profile={folder}")
+    file = tmp_path / "text"
+    with pytest.raises(SystemExit, match=f"--profile {re.escape(str(file))} cannot be written to"):
+        run("--force", "--steps=10", f"--profile={file}")
+    assert metrics(out) == before
+
+
+def test_profile_that_cannot_be_written(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Training goes on."""
+
+    def stop() -> None:
+        raise jax.errors.JaxRuntimeError("no space left")
+
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda *_, **__: None)
+    monkeypatch.setattr(jax.profiler, "stop_trace", stop)
+    assert run("--steps=12", f"--profile={tmp_path}") == 0
+    assert f"--profile {tmp_path} has no profile: no space left" in capsys.readouterr().err
 
 
 def test_kept_checkpoints(run: Run, out: Path) -> None:

@@ -37,7 +37,7 @@ def add_adapter(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--adapter",
         metavar="FOLDER",
-        help="an adapter of LoRA or DoRA in a folder of PEFT, beside the matrices of the model",
+        help="folder of PEFT with an adapter of LoRA or DoRA for the model",
     )
 
 

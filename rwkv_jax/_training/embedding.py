@@ -1,8 +1,8 @@
 """The embedding of tokens, with a gradient that has the same bits in each run.
 
 The gradient of a look-up adds up rows of the same token. With deterministic kernels, XLA goes over
-all numbers of all rows a dozen times for that. Here small products sum the rows of each token,
-after which each token is written once.
+all numbers of all rows a dozen times for that. Here small matrix products sum the rows of each
+token.
 """
 
 import functools
@@ -59,34 +59,40 @@ def _sums(
     vocabulary: int, tokens: Int[Array, " N"], rows: Float[Array, "N C"]
 ) -> Float[Array, "vocabulary C"]:
     """For each token the sum of its rows, in float32."""
+    order = jnp.argsort(tokens, stable=True)
+    sums = jnp.zeros((vocabulary, rows.shape[1]), jnp.float32)
+    return _added(sums, tokens[order], rows[order])
+
+
+def _added(
+    sums: Float[Array, "vocabulary C"], tokens: Int[Array, " N"], rows: Float[Array, "N C"]
+) -> Float[Array, "vocabulary C"]:
+    """`sums` with the rows of sorted tokens, which go into blocks of `SIDE`.
+
+    Each block sums the rows of each of its tokens, and adds those of the tokens that begin in it.
+    If its first token began in a block before, the sum of that token is a row that is still to be
+    added. These rows are `SIDE` times fewer.
+    """
+    vocabulary, width = sums.shape
     count = -(-tokens.size // SIDE)
     padding = count * SIDE - tokens.size
-    order = jnp.argsort(tokens, stable=True)
-    tokens = jnp.pad(tokens[order], (0, padding), constant_values=vocabulary)
-    rows = jnp.pad(rows[order], ((0, padding), (0, 0))).reshape(count, SIDE, -1)
+    tokens = jnp.pad(tokens, (0, padding), constant_values=vocabulary)
+    begins = jnp.diff(tokens, prepend=-1) != 0
+    tokens, begins = tokens.reshape(count, SIDE), begins.reshape(count, SIDE)
+    rows = jnp.pad(rows, ((0, padding), (0, 0))).reshape(count, SIDE, width)
 
-    # A run of a token may go over several blocks. Each block sums its own part of the run.
-    begins = jnp.concatenate([jnp.ones(1, bool), tokens[1:] != tokens[:-1]]).reshape(count, SIDE)
-    tokens = tokens.reshape(count, SIDE)
-    heads = begins.at[:, 0].set(True)
+    heads = begins | (jnp.arange(SIDE)[None] == 0)
     same = heads[:, :, None] & (tokens[:, :, None] == tokens[:, None, :])
-    product = functools.partial(
-        jnp.matmul, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+    parts = jnp.matmul(
+        *(same.astype(rows.dtype), rows),
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
     )
-    parts = product(same.astype(rows.dtype), rows)
 
-    # The last run of a block goes on in later ones.
-    last = tokens[:, -1]
-    goes_on = (last[:, None] == tokens[None, :, 0]) & ~begins[None, :, 0]
-    whole = jnp.any(begins & (tokens == last[:, None]), axis=1)
-    rest = product((goes_on & whole[:, None]).astype(jnp.float32), parts[:, 0])
-
-    def at(tokens: Array, there: Array) -> Array:
-        """Indices that occur once, of which those of no token are out of bounds."""
-        nowhere = vocabulary + jnp.arange(tokens.size)
-        return jnp.where(there & (tokens < vocabulary), tokens, nowhere.reshape(tokens.shape))
-
-    options = {"mode": "drop", "unique_indices": True}
-    sums = jnp.zeros((vocabulary, rows.shape[-1]), jnp.float32)
-    sums = sums.at[at(tokens, begins)].set(parts, **options)
-    return sums.at[at(last, whole)].add(rest, **options)
+    # Indices that occur once, of which those of no token are out of bounds.
+    nowhere = vocabulary + jnp.arange(tokens.size).reshape(tokens.shape)
+    at = jnp.where(begins & (tokens < vocabulary), tokens, nowhere)
+    sums = sums.at[at].add(parts, mode="drop", unique_indices=True)
+    if count <= 1:
+        return sums
+    return _added(sums, tokens[:, 0], jnp.where(begins[:, :1], 0, parts[:, 0]))

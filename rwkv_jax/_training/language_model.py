@@ -268,8 +268,9 @@ def _by_compiler(model: Model, params: rwkv7.Params, rows: Batch, l2_wrap: float
 
 
 def _late(state: Any) -> jax.Array:
-    """A result of the block before the last one, the backward pass of which comes when the gradient
-    of the head has had the last block's to travel beside."""
+    """A result of the block before the last one, or of the only one. If the gradient of the head is
+    scattered before the backward pass of that block, it travels while the gradients of the last
+    block are computed."""
     return state[-2:][0].att.shift
 
 

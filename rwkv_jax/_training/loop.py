@@ -55,6 +55,7 @@ def train(
     The device never waits for the next step: losses are read some steps late, one thread makes the
     next batch, and another one writes checkpoints.
     """
+    profile = Profile(args.profile, args.steps - saved)
     log: checkpoints.Log = {
         "train": [],
         "held_out": [],
@@ -110,7 +111,6 @@ def train(
         progress = Progress(args, log, metrics, start, source.places)
         stack.enter_context(contextlib.closing(progress))
         clock, ended = progress.clock, progress.stagnates
-        profile = Profile(args.profile, args.steps - saved, clock)
         stack.enter_context(contextlib.closing(profile))
 
         def save(*, sound: bool = False, last: bool = True) -> None:
@@ -151,7 +151,7 @@ def train(
             state, measures = compiling.result()(state, batch)
             done += 1
             progress.add(measures)
-            profile.after(done - saved, state)
+            profile.after(done - saved, state, clock)
             saver.check(len(log["train"]))
             stopped = interruption.in_any_process(done)
             last = done == args.steps

@@ -180,7 +180,8 @@ def add_keeping_arguments(parser: argparse.ArgumentParser) -> None:
         "--profile",
         type=path,
         metavar="FOLDER",
-        help="write what the devices do in steps 8 to 10 there, for XProf and Perfetto",
+        help="folder for a profile of steps 8 to 10 after the start or --resume, for XProf and "
+        "Perfetto",
     )
 
 
@@ -347,7 +348,7 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--dora",
         action="store_true",
-        help="also train the magnitude of each output of a matrix with a new adapter",
+        help="DoRA: a new adapter also has a magnitude for each output of a matrix",
     )
     add("--initial-state", type=filled, metavar="FILE", help="go on with these tuned states")
 

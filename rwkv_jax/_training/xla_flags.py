@@ -19,5 +19,5 @@ def add_for_several_devices() -> None:
     # The default on GPUs of compute capability 9.0 and higher alone. XLA then also gathers
     # parameters before they are needed.
     add("--xla_gpu_enable_latency_hiding_scheduler=true")
-    # A GPU begins an exchange when it is due, and not after products that it is given later.
+    # With one queue of work a GPU begins an exchange before the products that are launched later.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

@@ -188,8 +188,8 @@ def adapted(params: Any, adapter: Adapter, *, key: Key[Array, ""] | None = None)
     constant for gradients. All products are in the dtype of the activations, W stays as it is
     stored, in bfloat16 or int8 for example, and no matrix W + B A is made. With `key` a share
     `adapter.dropout` of the numbers in x, drawn anew for each matrix, is zero before A, and the
-    others are divided by 1 - dropout. DoRA takes x with these zeros for W as well, and adds the
-    product of W with the difference, as PEFT does.
+    others are divided by 1 - dropout. In DoRA W has the same inputs as A, and the product of W with
+    x minus these inputs is added without a magnitude, as in PEFT.
 
     Call it inside the function that is differentiated with respect to `adapter`. The gradient of
     what `params` has is then never computed. `rwkv_jax.generation` and `rwkv_jax.serving` take the

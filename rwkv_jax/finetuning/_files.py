@@ -263,5 +263,5 @@ def _config(path: Path) -> dict[str, Any]:
     check.number(str(path), "r", config["r"], 1)
     for name in ("use_rslora", "use_dora"):
         if not isinstance(config[name], bool):
-            raise ValueError(f"{path}: {name} is no boolean")
+            raise ValueError(f"{path}: {name} is {config[name]!r:.100}; accepted is true or false")
     return config

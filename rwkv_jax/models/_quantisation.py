@@ -9,6 +9,7 @@ from jax import Array, core
 from jax.tree_util import KeyPath
 from jaxtyping import Float
 
+from rwkv_jax._operator import check
 from rwkv_jax.models import _not_finite, _parameters, _row_product
 from rwkv_jax.models._decoding import by_input
 from rwkv_jax.models._linear import Weight, WeightByInput
@@ -38,18 +39,25 @@ def quantize(params: Any, *, group: int | None = None) -> Params:
       The parameters, in the same form.
 
     Raises:
-      TypeError: `params` are not the parameters of a model.
+      TypeError: `params` are not the parameters of a model, or `group` is no integer.
       ValueError: `group` does not divide the inputs of a matrix, or a matrix is quantised already,
         or has NaN or an infinity. Inside `jit`, where numbers are not known, such a group gets an
         infinite scale instead, with which all that it stands for is NaN.
     """
     if not isinstance(params, Params):
         raise TypeError(f"quantize: params is a {type(params).__name__}; accepted is a Params")
+    check_group("quantize", group)
     return jax.tree_util.tree_map_with_path(
         functools.partial(part, group=group),
         params,
         is_leaf=lambda x: isinstance(x, Weight | WeightByInput),
     )
+
+
+def check_group(what: str, group: int | None) -> None:
+    """Raise an error that begins with `what` unless `group` is one."""
+    if group is not None:
+        check.number(what, "group", group, 1)
 
 
 def part(path: KeyPath, x: Any, *, group: int | None) -> Any:
@@ -63,7 +71,7 @@ def part(path: KeyPath, x: Any, *, group: int | None) -> Any:
         raise ValueError(f"quantize: {name} has a scale; accepted are weights without one")
     inputs = x.weight.shape[-1]
     size = inputs if group is None else group
-    if size < 1 or inputs % size:
+    if inputs % size:
         raise ValueError(
             f"quantize: group is {group}; accepted is a divisor of the {inputs} inputs of {name}"
         )

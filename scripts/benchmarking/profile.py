@@ -239,7 +239,7 @@ def show(title: str, found: dict[str, Any], longest: int = 12) -> None:
         if kind == PRODUCTS:
             line("  of which of float32 (TF32)", **found["tf32"])
         if kind == COLLECTIVES:
-            line("  of which nothing else runs", found["exposed_ms"], 0)
+            line("  while nothing else runs", found["exposed_ms"], 0)
     line("all of it under the profiler", found["step_ms"], 0)
     for kernel in found["kernels"][:longest]:
         line(f"  {kernel['class']}: {kernel['name']}", kernel["ms"], kernel["count"])

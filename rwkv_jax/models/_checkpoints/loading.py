@@ -195,14 +195,15 @@ def load(
         that the mesh does not have, or there is no mesh; or there is a `group` without `quantize`,
         or `rwkv_jax.models.quantize` refuses the parameters, such as those that are int8 in the
         file.
-      TypeError: `dtype` is none of these.
+      TypeError: `dtype` is none of these, or `group` is no integer.
     """
     if dtype is not None:
         dtype = _parameters.floating("load", dtype, ("float64",))
     if mesh is None and (data, model) != (None, None):
         raise ValueError("load: mesh is None; data and model name axes of a mesh")
+    _quantisation.check_group("load", group)
     if group is not None and not quantize:
-        raise ValueError(f"load: group is {group} without quantize")
+        raise ValueError(f"load: group is {group} and quantize is False; accepted is None")
     tensors, found = _found(path)
     sharding: dict[str, NamedSharding] = {}
     if mesh is not None:
