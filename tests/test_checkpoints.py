@@ -157,7 +157,7 @@ def test_views_of_a_storage(tmp_path: Path) -> None:
 def test_mesh(tmp_path: Path, cpus: list[Any], version: str, write: Writer) -> None:
     tensors = checkpoints.official(version, heads=4, head_size=64 if write is write_fla else 8)
     mesh = meshes.mesh("data=2,model=2", AxisType.Auto, cpus)
-    places = {"data": "data", "model": "model"}
+    places: dict[str, Any] = {"data": "data", "model": "model"}
     found = models.load(write(tmp_path, tensors), mesh=mesh, **places)
     params = found.params
     assert_same(params, tensors)
