@@ -16,8 +16,8 @@ ASSUMED = 0.4
 
 
 def describe(args: argparse.Namespace, model: Model, source: Source) -> str:
-    """A line for each size. The program of the gradients is compiled, which needs
-    the most memory, and nothing is computed."""
+    """A line for each size. The program of the gradients, which needs the most memory, is compiled,
+    and nothing is computed."""
     optimizer, devices = make_optimizer(args), model.mesh.size
     shapes = steps.state_shapes(model, optimizer)
     batch = steps.on_mesh(source.batch(0), model.mesh)

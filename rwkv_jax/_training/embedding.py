@@ -27,32 +27,28 @@ def look_up(
     table: Float[Array, "vocabulary C"], tokens: Int[Array, "*shape"], dtype: DTypeLike
 ) -> Float[Array, "*shape C"]:
     """The rows of the tokens in `dtype`, or zeros for a token that is not in the table."""
-    return _look_up(len(table), jnp.dtype(dtype), table, tokens)
+    # An index below 0 would count from the end.
+    tokens = jnp.where(tokens < 0, len(table), tokens)
+    return _look_up(jax.ShapeDtypeStruct(table.shape, table.dtype), jnp.dtype(dtype), table, tokens)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _look_up(vocabulary: int, dtype: jnp.dtype, table: Array, tokens: Array) -> Array:
-    # An index below 0 would count from the end.
-    tokens = jnp.where(tokens < 0, vocabulary, tokens)
+def _look_up(shape: jax.ShapeDtypeStruct, dtype: jnp.dtype, table: Array, tokens: Array) -> Array:
+    """`shape` is that of the table, for the gradient."""
+    del shape
     return table.at[tokens].get(mode="fill", fill_value=0).astype(dtype)
 
 
 def _backward(
-    vocabulary: int, dtype: jnp.dtype, residuals: tuple[Array, Array], dx: Array
+    shape: jax.ShapeDtypeStruct, dtype: jnp.dtype, tokens: Array, dx: Array
 ) -> tuple[Array, None]:
-    tokens, none = residuals
-    tokens = jnp.where(tokens < 0, vocabulary, tokens).ravel()
-    sums = _sums(vocabulary, tokens, dx.reshape(tokens.size, dx.shape[-1]))
-    return sums.astype(none.dtype), None
+    del dtype
+    vocabulary, width = shape.shape
+    sums = _sums(vocabulary, tokens.ravel(), dx.reshape(tokens.size, width))
+    return sums.astype(shape.dtype), None
 
 
-_look_up.defvjp(
-    lambda vocabulary, dtype, table, tokens: (
-        _look_up(vocabulary, dtype, table, tokens),
-        (tokens, jnp.zeros((0,), table.dtype)),
-    ),
-    _backward,
-)
+_look_up.defvjp(lambda *args: (_look_up(*args), args[-1]), _backward)
 
 
 def _sums(
