@@ -1,6 +1,7 @@
 """How a step of training changes the parameters: gradients of a batch in parts, clipping, schedules
 of the learning rate, moments, and the average of the parameters."""
 
+import functools
 import importlib
 from types import ModuleType
 from typing import Any
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
 
 from rwkv_jax.models import rwkv7
 from support.models import random_like, shapes_of
@@ -156,17 +158,21 @@ def test_moments(train: ModuleType, optimizer: ModuleType) -> None:
     assert 0 < optax.tree.norm(difference) < 1e-2 * optax.tree.norm(change)
 
 
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
 def test_clipping(train: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """The norm is that of all gradients before they are scaled, in which some are joined to several
-    arrays and the largest to none."""
+    arrays and the largest to none. On several devices some have the same shards."""
     clipping = importlib.import_module("rwkv_jax._training.clipping")
     monkeypatch.setattr(clipping, "SMALL", 100)
     monkeypatch.setattr(clipping, "JOINED", 7)
     gradients = random_like(shapes_of(rwkv7, TINY), 1.0)
     assert {x.size > 100 for x in jax.tree.leaves(gradients)} == {True, False}
     expected = optax.tree.norm(gradients)
-    for devices in (1, 2):
-        norm = clipping.global_norm(gradients, devices=devices)
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    places = rwkv7.shardings(gradients, mesh, data="data", model="model")
+    assert {x.is_fully_replicated for x in jax.tree.leaves(places)} == {True, False}
+    for where in (None, places):
+        norm = jax.jit(functools.partial(clipping.global_norm, places=where))(gradients)
         np.testing.assert_allclose(norm, expected, rtol=1e-5)
     for limit, after in ((0.0, expected), (0.5, 0.5), (1e6, expected)):
         scaled = clipping.scaled(gradients, expected, limit)

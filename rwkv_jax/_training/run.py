@@ -31,6 +31,7 @@ from rwkv_jax._training import (
 from rwkv_jax._training.ahead import in_thread
 from rwkv_jax._training.parts import Parts
 from rwkv_jax.models import rwkv7
+from rwkv_jax.models._trees import has_tables
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # On a GPU XLA may otherwise choose other kernels in a run that is resumed.
     xla_flags.add(xla_flags.CUBLAS, xla_flags.DETERMINISTIC)
     if args.mesh:
-        xla_flags.add_for_several_devices()
+        xla_flags.add_for_several_devices(args.mesh)
     compilation.use_cache(None if args.dry_run else args.cache)
     compilation.draw_by_kernel()
     start.part("import")
@@ -61,7 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def prepare(args: argparse.Namespace) -> tuple[language_model.Model, Parts | None]:
     """The model that the options ask for, and its arrays if they are those of a file."""
     found, config = options.base(args), options.config(args)
-    mesh = devices.make_mesh(args.mesh, config, batch=args.batch, context=args.context)
+    whole = parts.targets(args.train) == [parts.ALL] and not args.piece
+    mesh = devices.make_mesh(
+        *(args.mesh, config),
+        batch=args.batch,
+        context=args.context,
+        parts=args.accumulate,
+        gathers=whole and not (found and has_tables(found.params)),
+    )
     loaded = parts.load(args, mesh) if args.model else None
     model = language_model.make_model(
         config,
@@ -97,7 +105,7 @@ def run(args: argparse.Namespace, saved: int, start: clocks.Start) -> int:
         trained = sizes.size(model.split(model.shapes)[0])
         print(
             f"{model.generation} of {sizes.size(model.shapes.params):,} parameters, {trained:,} "
-            f"numbers are trained, on {devices.describe(model.mesh)}, {args.dtype}"
+            f"numbers are trained, on {devices.describe(model.mesh, args.mesh)}, {args.dtype}"
         )
         print(source)
         try:

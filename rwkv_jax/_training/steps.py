@@ -220,6 +220,7 @@ def train_step(
     """The training step. It computes the batch in `accumulate` parts, one after another, and scales
     gradients of which the global norm is larger than `clip`, if that is not 0. The optimizer has to
     change each array by itself. The next state is where `shapes` say."""
+    whole, places = NamedSharding(model.mesh, P()), _places(shapes.params)
 
     def gradients(
         params: Parts, copies: Any, frozen: Parts, batch: Batch
@@ -233,7 +234,7 @@ def train_step(
             )
 
         loss_before, found = accumulated(loss, params, batch, accumulate)
-        return loss_before, global_norm(found, devices=model.mesh.size), found
+        return loss_before, global_norm(found, places), found
 
     def update(
         params: Parts, moments: Any, copies: Any, gradients: Parts, norm: jax.Array
@@ -242,9 +243,8 @@ def train_step(
         params, moments = updated(optimizer, gradients, moments, params)
         return params, moments, _copies(model, params), learning_rate(moments)
 
-    whole = NamedSharding(model.mesh, P())
     return StepInParts(
-        jax.jit(gradients, out_shardings=(whole, whole, _places(shapes.params))),
+        jax.jit(gradients, out_shardings=(whole, whole, places)),
         [
             # The new copies take the memory of the old ones, which are else not used.
             jax.jit(
