@@ -120,6 +120,30 @@ def test_whole_rows(train: ModuleType, tmp_path: Path, mesh: str, recompute: str
     assert size == sum(math.prod(shape) for shape in vectors)
 
 
+@pytest.mark.parametrize(
+    ("options", "is_joined"),
+    [
+        (["--batch=12"], True),
+        (["--batch=16", "--accumulate=2", "--context=128", "--mesh=model=4"], True),
+        # Rows that do not divide evenly, few tokens, or pieces.
+        (["--batch=14"], False),
+        (["--batch=16", "--accumulate=4"], False),
+        (["--batch=4"], False),
+        (["--batch=12", "--piece=8"], False),
+    ],
+)
+def test_model_is_a_part_of_data(train: ModuleType, options: list[str], is_joined: bool) -> None:
+    """Where devices exchange less if each has rows of its own than if they sum activations."""
+    given = ["--layers=1", f"--width={WIDTH}", "--head-size=16", f"--context={CONTEXT}"]
+    args = train.options.parse([*given, "--mesh=data=2,model=2", "--dry-run", *options])
+    mesh = train.prepare(args)[0].mesh
+    asked = {"data": 1} | args.mesh
+    if is_joined:
+        asked = {"data": asked["data"] * asked["model"], "model": 1}
+    assert {axis: mesh.shape[axis] for axis in ("data", "model")} == asked
+    assert ("less" in train.devices.describe(mesh, args.mesh)) == is_joined
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("vocabulary", [512, 257])
 def test_loss_of_heads_on_several_devices(train: ModuleType, vocabulary: int) -> None:

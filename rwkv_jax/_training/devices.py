@@ -16,8 +16,20 @@ AXES = ("data", "model", "seq")
 Tree = TypeVar("Tree")
 
 
-def make_mesh(given: Mapping[str, int] | None, config: Any, *, batch: int, context: int) -> Mesh:
-    """The devices of --mesh, which is `given`. An axis that it does not name has one device."""
+def make_mesh(
+    given: Mapping[str, int] | None,
+    config: Any,
+    *,
+    batch: int,
+    context: int,
+    parts: int = 1,
+    gathers: bool = False,
+) -> Mesh:
+    """The devices of --mesh, which is `given`. An axis that it does not name has one device.
+
+    `parts` is that of --accumulate. `gathers` says that steps gather parameters block by block.
+    Where it exchanges less to gather them along "model" as well, "model" becomes a part of "data".
+    """
     given = given or {}
     sizes = {axis: 1 for axis in AXES if axis not in given} | dict(given)
     count, present = math.prod(sizes.values()), jax.device_count()
@@ -34,12 +46,25 @@ def make_mesh(given: Mapping[str, int] | None, config: Any, *, batch: int, conte
                 f"--mesh has {axis}={sizes[axis]} where {name} is {size}; "
                 f"accepted is what divides {size}"
             )
+    if gathers and _rows_suffice(sizes, config.hidden_size, batch // parts, context):
+        sizes |= {"data": sizes["data"] * sizes["model"], "model": 1}
     return jax.make_mesh(
         tuple(sizes.values()),
         tuple(sizes),
         axis_types=(AxisType.Auto,) * len(sizes),
         devices=jax.devices()[:count],
     )
+
+
+def _rows_suffice(sizes: Mapping[str, int], width: int, rows: int, context: int) -> bool:
+    """Whether there are enough rows to distribute them along "model" as well, and enough tokens.
+
+    A block has 12 `width`^2 parameters. Along "data" devices exchange at most 6 bytes for each of
+    them, and along "model" 16 `width` bytes for each token, sums of activations.
+    """
+    tokens = rows * context // (sizes["data"] * sizes["seq"])
+    is_even = rows % (sizes["data"] * sizes["model"]) == 0
+    return is_even and 16 * tokens * width >= 6 * 12 * width**2
 
 
 def place(x: ArrayLike, sharding: NamedSharding) -> jax.Array:
@@ -57,7 +82,9 @@ def gathered(tree: Tree, mesh: Mesh) -> Tree:
     return jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, P()))(tree)
 
 
-def describe(mesh: Mesh) -> str:
-    """The first device of the mesh, and the axes that have more."""
+def describe(mesh: Mesh, given: Mapping[str, int] | None) -> str:
+    """The first device of the mesh that was made of `given`, and the axes that have more."""
     axes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
+    if mesh.shape["model"] < (given or {}).get("model", 1):
+        axes += ", which exchanges less here than along model"
     return f"{mesh.devices.flat[0]}" + (f" and others ({axes})" if axes else "")
