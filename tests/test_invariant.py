@@ -13,7 +13,14 @@ from rwkv_jax.generation import Sampling, generate
 from rwkv_jax.models import Invariant, rwkv4, rwkv5, rwkv6, rwkv7
 from rwkv_jax.serving import Pool
 from support.compiler import AS_USERS
-from support.models import VOCABULARY, formulas, parameters
+from support.models import (
+    VOCABULARY,
+    config_of,
+    formulas,
+    parameters,
+    random_like,
+    shapes_of,
+)
 from support.tolerance import assert_trees_close, rms_error
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, VOCABULARY, (5, 9), np.int32))
@@ -45,13 +52,15 @@ def read(
         (rwkv4, "float32"),
         pytest.param(rwkv5, "bfloat16", marks=pytest.mark.slow),
         (rwkv6, "float32"),
-        (rwkv7, "float32"),
-        pytest.param(rwkv7, "bfloat16", marks=pytest.mark.slow),
+        (rwkv7, "bfloat16"),
     ],
     ids=lambda x: x if isinstance(x, str) else x.GENERATION.name,
 )
 def test_bits(module: ModuleType, dtype: str) -> None:
-    params = jax.tree.map(lambda x: x.astype(dtype), parameters(module))
+    """Only the second block of RWKV-7 differs by more than a norm."""
+    config = config_of(module, num_layers=2 if module is rwkv7 else 1)
+    params = random_like(shapes_of(module, config))
+    params = jax.tree.map(lambda x: x.astype(dtype), params)
     model = Invariant(module, ROWS)
     whole, state = read(model, params, range(5), [9], dtype)
     for rows, pieces in (([4], [1] * 9), ([2, 0, 3, 1], [4, 1, 4])):
