@@ -73,8 +73,10 @@ def _build(folder: Path, arch: str | None) -> None:
     external = jax.ffi.include_dir(), pybind11.get_include(), sysconfig.get_path("include")
     includes = (*(f"-I{path}" for path in (EMULATION, FFI / "cuda", FFI / "include")),)
     options = [*includes, *(x for path in external for x in ("-isystem", path))]
-    ours = [x for x in sorted((FFI / "cuda").rglob("*.c[cu]")) if x.name != "module.cc"]
-    sources = [EMULATION / "module.cc", *ours]
+    ours = [x for x in (FFI / "cuda").rglob("*.c[cu]") if x.name != "module.cc"]
+    # Those of most lines are compiled for longest, so they come first.
+    ours.sort(key=lambda source: source.stat().st_size, reverse=True)
+    sources = [*ours, EMULATION / "module.cc"]
     objects = [folder / f"{i}.o" for i in range(len(sources))]
 
     compiler += ["-DRWKV_JAX_SMALL_TESTS", f"-DRWKV_JAX_SCRATCH_GAP={GAP}", *options]

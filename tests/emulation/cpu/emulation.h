@@ -43,6 +43,9 @@
 #define __align__(...) __attribute__((aligned(__VA_ARGS__)))
 #define __shared__ static  // one block at a time
 
+// For what kernels call at many places: the compiler takes longer where it is inlined.
+#define OUT_OF_LINE __attribute__((noinline))
+
 struct dim3 {
   unsigned x, y, z;
   dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
@@ -172,7 +175,7 @@ class Contents {
       std::memcpy(Memory::all[i]->data(), of_[i].data(), of_[i].size());
   }
   // Forgets what is otherwise now.
-  void ForgetChanges() {
+  [[gnu::optimize("O3")]] void ForgetChanges() {
     for (size_t i = 0; i < of_.size(); ++i) {
       const auto* const now = static_cast<const unsigned char*>(Memory::all[i]->data());
       for (size_t j = 0; j < of_[i].size(); ++j)
@@ -254,7 +257,7 @@ inline void Suspend() {
   if (_setjmp(current->place) == 0) _longjmp(scheduler, 1);
 }
 
-inline void WaitUntil(std::function<bool()> ready) {
+OUT_OF_LINE inline void WaitUntil(std::function<bool()> ready) {
   if (ready()) return;
   current->ready = std::move(ready);
   Suspend();
@@ -270,7 +273,7 @@ inline void Count(Barrier& barrier, unsigned count, bool value = true) {
   }
 }
 
-inline bool Arrive(Barrier& barrier, unsigned count, bool value = true) {
+OUT_OF_LINE inline bool Arrive(Barrier& barrier, unsigned count, bool value = true) {
   const unsigned generation = barrier.generation;
   Count(barrier, count, value);
   WaitUntil([&barrier, generation] { return barrier.generation != generation; });
@@ -383,7 +386,7 @@ struct LaunchState {
 inline LaunchState state;
 inline Barrier before_wait;  // all threads of a block do what they do early, and then they wait
 
-inline void WaitForKernelsBefore() {
+OUT_OF_LINE inline void WaitForKernelsBefore() {
   if (state.block_waited) return;
   Arrive(before_wait, threads);
   if (state.block_waited) return;
@@ -435,24 +438,34 @@ inline uint16_t ToBf16(float x) {
 }
 inline float FromHalf(uint16_t bits) { return _cvtsh_ss(bits); }
 
-// One warp's product of 16 x 16 and 16 x 8, from elements that `value` reads.
-template <typename Value>
-void Multiply(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, Value&& value) {
-  Exchange({a[0], a[1], a[2], a[3], b0, b1}, [&](const auto& posted) {
-    for (int e = 0; e < 4; ++e) {
-      const int row = Lane() / 4 + e / 2 * 8, col = 2 * (Lane() % 4) + e % 2;
-      for (int k = 0; k < 16; ++k) {
-        const uint32_t left = posted[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2];
-        const uint32_t right = posted[col * 4 + k % 8 / 2][4 + k / 8];
-        sum[e] += value(left >> k % 2 * 16) * value(right >> k % 2 * 16);
-      }
+// A lane's part of a warp's product of 16 x 16 and 16 x 8, which is most of what kernels on matrix units
+// take.
+[[gnu::optimize("O3")]] inline void AddProducts(float (&sum)[4], const uint32_t (&posted)[32][6],
+                                                int lane, bool half) {
+  const auto value = [half](uint32_t word) {
+    return half ? _cvtsh_ss(word) : std::bit_cast<float>(word << 16);
+  };
+  float left[2][16], right[2][16];
+  for (int k = 0; k < 16; ++k)
+    for (int i = 0; i < 2; ++i) {
+      const int pair = k % 8 / 2, shift = k % 2 * 16;
+      left[i][k] = value(posted[lane / 4 * 4 + pair][i + k / 8 * 2] >> shift);
+      right[i][k] = value(posted[(2 * (lane % 4) + i) * 4 + pair][4 + k / 8] >> shift);
     }
+  for (int e = 0; e < 4; ++e)
+    for (int k = 0; k < 16; ++k) sum[e] += left[e / 2][k] * right[e % 2][k];
+}
+
+OUT_OF_LINE inline void Multiply(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                                 bool half) {
+  Exchange({a[0], a[1], a[2], a[3], b0, b1}, [&](const auto& posted) {
+    AddProducts(sum, posted, Lane(), half);
     return 0;
   });
 }
 
 template <typename T>
-T Shuffle(T x, int source) {
+OUT_OF_LINE T Shuffle(T x, int source) {
   return std::bit_cast<T>(Exchange({std::bit_cast<uint32_t>(x)},
                                    [&](const auto& posted) { return posted[source][0]; }));
 }
@@ -515,7 +528,7 @@ inline cudaError_t cudaMemsetAsync(void* to, int byte, size_t bytes, cudaStream_
 
 inline float __uint_as_float(uint32_t word) { return std::bit_cast<float>(word); }
 inline uint32_t __float_as_uint(float x) { return std::bit_cast<uint32_t>(x); }
-inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
+OUT_OF_LINE inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
   const uint64_t bytes = uint64_t{y} << 32 | x;
   uint32_t word = 0;
   for (int i = 0; i < 4; ++i)
@@ -531,8 +544,10 @@ inline __half __float2half_rn(float x) { return {_cvtss_sh(x, 0)}; }
 inline float __low2float(__half2 pair) { return emulation::FromHalf(pair.x.bits); }
 inline float __high2float(__half2 pair) { return emulation::FromHalf(pair.y.bits); }
 inline void __trap() { std::abort(); }
-inline void __syncthreads() { emulation::Arrive(emulation::barriers[0], emulation::threads); }
-inline int __syncthreads_and(int value) {
+OUT_OF_LINE inline void __syncthreads() {
+  emulation::Arrive(emulation::barriers[0], emulation::threads);
+}
+OUT_OF_LINE inline int __syncthreads_and(int value) {
   return emulation::Arrive(emulation::barriers[0], emulation::threads, value != 0);
 }
 inline void __syncwarp() { emulation::Arrive(emulation::OwnWarp().barrier, 32); }
@@ -570,7 +585,7 @@ inline uint32_t __brev(uint32_t x) {
   for (int i = 0; i < 32; ++i) reversed |= (x >> i & 1) << (31 - i);
   return reversed;
 }
-inline uint32_t __ballot_sync(unsigned, bool value) {
+OUT_OF_LINE inline uint32_t __ballot_sync(unsigned, bool value) {
   return emulation::Exchange({uint32_t{value}}, [](const auto& posted) {
     uint32_t lanes = 0;
     for (int lane = 0; lane < 32; ++lane) lanes |= posted[lane][0] << lane;
@@ -587,11 +602,11 @@ inline uint32_t SharedAddress(const void* pointer) {
   return static_cast<const unsigned char*>(pointer) - emulation::shared;
 }
 
-inline void Synchronize(int number, int threads) {
+OUT_OF_LINE inline void Synchronize(int number, int threads) {
   emulation::Arrive(emulation::barriers[number], threads);
 }
 
-inline void Arrive(int number, int threads) {
+OUT_OF_LINE inline void Arrive(int number, int threads) {
   emulation::Count(emulation::barriers[number], threads);
 }
 
@@ -599,24 +614,24 @@ inline int Opaque(int x) { return x; }
 inline float Exp2(float x) { return x < -126.0f ? 0.0f : std::exp2(x); }
 inline float Reciprocal(float x) { return 1.0f / x; }
 inline void Prefetch(const void*) {}
-inline void PrefetchBytes(const void* address, uint32_t bytes) {
+OUT_OF_LINE inline void PrefetchBytes(const void* address, uint32_t bytes) {
   if ((reinterpret_cast<uintptr_t>(address) | bytes) % 16 == 0 && bytes > 0) return;
   std::fprintf(stderr, "a prefetch of %u bytes at %p\n", bytes, address);
   std::abort();
 }
 
-inline uint32_t RoundToBf16(float low, float high) {
+OUT_OF_LINE inline uint32_t RoundToBf16(float low, float high) {
   return emulation::ToBf16(low) | uint32_t{emulation::ToBf16(high)} << 16;
 }
 inline uint32_t RoundToHalf(float low, float high) {
   return uint32_t{_cvtss_sh(low, 0)} | uint32_t{_cvtss_sh(high, 0)} << 16;
 }
-inline uint32_t MultiplyBf16(uint32_t a, uint32_t b) {
+OUT_OF_LINE inline uint32_t MultiplyBf16(uint32_t a, uint32_t b) {
   const auto value = emulation::FromBf16;
   return RoundToBf16(value(a) * value(b), value(a >> 16) * value(b >> 16));
 }
 
-inline void LoadBlocks(uint32_t address, bool transposed, uint32_t (&x)[4]) {
+OUT_OF_LINE inline void LoadBlocks(uint32_t address, bool transposed, uint32_t (&x)[4]) {
   emulation::Exchange({address}, [&](const auto& posted) {
     for (int i = 0; i < 4; ++i) {
       uint16_t pair[2];
@@ -634,7 +649,7 @@ inline void LoadBlocks(uint32_t address, bool transposed, uint32_t (&x)[4]) {
 inline void LoadMatrices(uint32_t address, uint32_t (&x)[4]) { LoadBlocks(address, false, x); }
 inline void LoadTransposed(uint32_t address, uint32_t (&x)[4]) { LoadBlocks(address, true, x); }
 
-inline uint32_t Transposed(uint32_t x) {
+OUT_OF_LINE inline uint32_t Transposed(uint32_t x) {
   return emulation::Exchange({x}, [](const auto& posted) {
     uint32_t pair = 0;
     for (int e = 0; e < 2; ++e) {
@@ -656,13 +671,14 @@ inline uint32_t LoadWord(uint32_t address) {
 }
 
 inline void WarpMultiply(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  emulation::Multiply(sum, a, b0, b1, emulation::FromBf16);
+  emulation::Multiply(sum, a, b0, b1, false);
 }
 inline void WarpMultiplyHalf(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  emulation::Multiply(sum, a, b0, b1, emulation::FromHalf);
+  emulation::Multiply(sum, a, b0, b1, true);
 }
 
-inline void WarpMultiplyFloat(float (&sum)[4], const float (&a)[4], float b0, float b1) {
+OUT_OF_LINE inline void WarpMultiplyFloat(float (&sum)[4], const float (&a)[4], float b0,
+                                          float b1) {
   const auto word = [](float x) { return __float_as_uint(x) & 0xffffe000; };
   emulation::Exchange({word(a[0]), word(a[1]), word(a[2]), word(a[3]), word(b0), word(b1)},
                       [&](const auto& posted) {
@@ -679,7 +695,7 @@ inline void WarpMultiplyFloat(float (&sum)[4], const float (&a)[4], float b0, fl
 }
 
 // Copies arrive as late as they may, and read early if they start early.
-inline void StartCopy(uint32_t to, const void* from, size_t bytes) {
+OUT_OF_LINE inline void StartCopy(uint32_t to, const void* from, size_t bytes) {
   auto& copy = emulation::current->copies.back().emplace_back(emulation::Copy{to, from, bytes});
   const auto* const data = static_cast<const unsigned char*>(from);
   if (from && emulation::state.early && !emulation::state.block_waited)
@@ -696,7 +712,7 @@ using emulation::WaitForKernelsBefore;
 
 inline void CommitCopies() { emulation::current->copies.emplace_back(); }
 template <int kRunning>
-void WaitForCopies() {
+OUT_OF_LINE void WaitForCopies() {
   auto& groups = emulation::current->copies;
   while (groups.size() > (kRunning > 0 ? kRunning + 1 : 0)) {
     for (const auto& copy : groups.front()) {
@@ -725,7 +741,7 @@ class CopyBarrier {
     state_->pending = state_->threads;
     ++state_->phase;
   }
-  void Wait(uint32_t parity) const {
+  OUT_OF_LINE void Wait(uint32_t parity) const {
     emulation::WaitUntil([state = state_, parity] { return state->phase % 2 != parity; });
   }
 
