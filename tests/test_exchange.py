@@ -93,7 +93,8 @@ def test_whole_rows(train: ModuleType, tmp_path: Path, mesh: str, recompute: str
         expected["all-gather", "bf16", x.whole] += 2 if recompute in ("cheap", "blocks") else 1
         expected["reduce-scatter", "bf16", x.shard] += 1
     head, rows = (VOCABULARY // sizes["model"], WIDTH), (BATCH // sizes["data"], CONTEXT)
-    shard = head[0], WIDTH // sizes["data"]
+    by_rows = model.inner is None
+    shard = (head[0] // 4, WIDTH) if by_rows else (head[0], WIDTH // sizes["data"])
     expected["all-gather", "bf16", head] += 1
     expected["reduce-scatter", "f32", shard] += 1
     if model.inner is None:

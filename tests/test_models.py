@@ -259,6 +259,11 @@ def test_parameters_that_do_not_divide_stay_whole(cpus: list[Any]) -> None:
     assert placed.blocks[1].att.receptance.weight.spec == P(None, None)
     assert placed.blocks[1].att.w2.spec == P(None, None)
     assert placed.blocks[1].ffn.value.weight.spec == P(None, "model")
+    # Where no other axis has the rows, matrices are distributed by rows, but not the embedding.
+    placed = rwkv7.shardings(shapes, meshes.mesh("data=4", AxisType.Auto, cpus), data="data")
+    assert placed.blocks[1].att.receptance.weight.spec == P("data")
+    assert placed.blocks[1].ffn.value.weight.spec == P("data", None)
+    assert placed.emb.weight.spec == placed.head.weight.spec == P(None, "data")
     with pytest.raises(ValueError, match="data is 'batch'; accepted"):
         rwkv7.shardings(shapes, mesh, data="batch")
     with pytest.raises(ValueError, match="model is 'model', and data is 'model'; accepted are dif"):

@@ -287,7 +287,7 @@ def _summed_loss(
     vocabulary if that divides evenly. `axes` are those along which hidden states count as
     different."""
     place, sizes = places.head.weight, model.mesh.shape
-    of_vocabulary = place.spec[0] if len(place.spec) else None
+    of_vocabulary = model.inner if model.inner in place.spec[:1] else None
     total = cross_entropy(
         hidden_states,
         exchange.rounded_head(head, place, model.dtype),

@@ -59,6 +59,11 @@ def shardings(
         name = _parameters.name(path).replace(".base.", ".")
         axes = next((axes for endings, axes in rules if name.endswith(endings)), ())
         blocks = _stacking.block_axes(path)
+        by_rows = devices["model"] == 1 and axes == ("model", "data") and not name.startswith("emb.")
+        if by_rows and x.shape[blocks] % devices["data"] == 0:
+            # Columns, once gathered, would be transposed, and so would their gradients. The look-up
+            # of an embedding is by columns.
+            axes = ("data",)
         whole_heads = ".att." not in name or heads % devices["model"] == 0
         spec = (
             along[axis] if size % devices[axis] == 0 and (axis == "data" or whole_heads) else None
