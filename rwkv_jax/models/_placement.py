@@ -59,10 +59,10 @@ def shardings(
         name = _parameters.name(path).replace(".base.", ".")
         axes = next((axes for endings, axes in rules if name.endswith(endings)), ())
         blocks = _stacking.block_axes(path)
-        by_rows = devices["model"] == 1 and axes == ("model", "data") and not name.startswith("emb.")
-        if by_rows and x.shape[blocks] % devices["data"] == 0:
-            # Columns, once gathered, would be transposed, and so would their gradients. The look-up
-            # of an embedding is by columns.
+        is_even = bool(axes) and x.shape[blocks] % devices["data"] == 0
+        if devices["model"] == 1 and axes == ("model", "data") and is_even and name[:4] != "emb.":
+            # Columns, once gathered, would be transposed, and so would their gradients. Of an
+            # embedding columns are looked up.
             axes = ("data",)
         whole_heads = ".att." not in name or heads % devices["model"] == 0
         spec = (
