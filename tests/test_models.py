@@ -260,14 +260,31 @@ def test_parameters_that_do_not_divide_stay_whole(cpus: list[Any]) -> None:
     assert placed.blocks[1].att.w2.spec == P(None, None)
     assert placed.blocks[1].ffn.value.weight.spec == P(None, "model")
     # Where no other axis has the rows, matrices are distributed by rows, but not the embedding.
-    placed = rwkv7.shardings(shapes, meshes.mesh("data=4", AxisType.Auto, cpus), data="data")
-    assert placed.blocks[1].att.receptance.weight.spec == P("data")
+    # A time mixing has whole heads on each device.
+    mesh_of_data = meshes.mesh("data=4", AxisType.Auto, cpus)
+    placed = rwkv7.shardings(shapes, mesh_of_data, data="data")
+    assert placed.blocks[1].att.receptance.weight.spec == P(None, "data")
+    assert placed.blocks[1].ffn.key.weight.spec == P("data")
     assert placed.blocks[1].ffn.value.weight.spec == P("data", None)
     assert placed.emb.weight.spec == placed.head.weight.spec == P(None, "data")
+    shapes = shapes_of(rwkv7, dataclasses.replace(config, head_size=16))
+    placed = rwkv7.shardings(shapes, mesh_of_data, data="data")
+    assert placed.blocks[1].att.receptance.weight.spec == P("data")
     with pytest.raises(ValueError, match="data is 'batch'; accepted"):
         rwkv7.shardings(shapes, mesh, data="batch")
     with pytest.raises(ValueError, match="model is 'model', and data is 'model'; accepted are dif"):
         rwkv7.shardings(shapes, mesh, data="model", model="model")
+
+
+@pytest.mark.parametrize("head_size", [8, 16])
+def test_parameters_that_are_not_gathered(cpus: list[Any], head_size: int) -> None:
+    """Four heads, or two, on four devices."""
+    config = rwkv7.Config(num_layers=1, hidden_size=32, head_size=head_size, vocab_size=32)
+    params = random_like(shapes_of(rwkv7, config))
+    places = rwkv7.shardings(params, meshes.mesh("data=4", AxisType.Auto, cpus), data="data")
+    tokens = np.arange(12, dtype=np.int32).reshape(1, 12)
+    call = jax.jit(lambda params: rwkv7.apply(params, tokens)[0])
+    assert_trees_close(call(jax.device_put(params, places)), call(params), 1e-5)
 
 
 @pytest.mark.slow

@@ -59,12 +59,17 @@ def shardings(
         name = _parameters.name(path).replace(".base.", ".")
         axes = next((axes for endings, axes in rules if name.endswith(endings)), ())
         blocks = _stacking.block_axes(path)
-        is_even = bool(axes) and x.shape[blocks] % devices["data"] == 0
-        if devices["model"] == 1 and axes == ("model", "data") and is_even and name[:4] != "emb.":
-            # Columns, once gathered, would be transposed, and so would their gradients. Of an
-            # embedding columns are looked up.
-            axes = ("data",)
         whole_heads = ".att." not in name or heads % devices["model"] == 0
+        if (
+            (axes == ("model", "data") and devices["model"] == 1 and name[:4] != "emb.")
+            and x.shape[blocks] % devices["data"] == 0
+            and (".att." not in name or heads % devices["data"] == 0)
+        ):
+            # A matrix gathered from columns would be transposed, and so would its gradient. Only of
+            # the embedding columns are looked up. Where parameters are not gathered, the compiler
+            # may distribute the outputs of a matrix as its rows, and those of a time mixing are
+            # whole heads.
+            axes = ("data",)
         spec = (
             along[axis] if size % devices[axis] == 0 and (axis == "data" or whole_heads) else None
             for size, axis in zip(x.shape[blocks:], axes, strict=False)
