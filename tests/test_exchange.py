@@ -5,6 +5,7 @@ import collections
 import functools
 import importlib
 import math
+import os
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from rwkv_jax._training import embedding, exchange
+from rwkv_jax._training import embedding, exchange, xla_flags
 from rwkv_jax.models import rwkv7
 from support import hlo
 
@@ -143,6 +144,27 @@ def test_model_is_a_part_of_data(train: ModuleType, options: list[str], is_joine
         asked = {"data": asked["data"] * asked["model"], "model": 1}
     assert {axis: mesh.shape[axis] for axis in ("data", "model")} == asked
     assert ("less" in train.devices.describe(mesh, args.mesh)) == is_joined
+
+
+@pytest.mark.parametrize(
+    ("mesh", "passes"),
+    [
+        ({"data": 4}, "all-reduce-contiguous,reshape-mover"),
+        ({"data": 2, "seq": 2}, "all-reduce-contiguous"),
+    ],
+)
+def test_flags(monkeypatch: pytest.MonkeyPatch, mesh: dict[str, int], passes: str) -> None:
+    """Passes of XLA that meshes switch off. Variables that are set already count more."""
+    variables = {"XLA_FLAGS": "--xla_disable_hlo_passes=of-the-user"}
+    monkeypatch.setattr(os, "environ", variables)
+    xla_flags.add_for_several_devices(mesh)
+    *flags, last = variables["XLA_FLAGS"].split()
+    assert f"--xla_disable_hlo_passes={passes}" in flags
+    assert last == "--xla_disable_hlo_passes=of-the-user"
+    assert variables["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
+    xla_flags.add_for_several_devices(mesh)
+    assert variables["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
 
 
 @pytest.mark.slow
