@@ -26,7 +26,7 @@ def global_norm(gradients: Any, places: Any = None) -> Array:
     mesh = where[0].mesh
 
     def local(*shards: Array) -> Array:
-        # Several devices may have the same shard.
+        # By how many devices have the same shard.
         same: dict[int, list[Array]] = {}
         for shard, x in zip(shards, leaves, strict=True):
             same.setdefault(mesh.size * shard.size // x.size, []).append(shard)

@@ -20,11 +20,12 @@ def add_for_several_devices(mesh: Mapping[str, int]) -> None:
     # The default on GPUs of compute capability 9.0 and higher alone. XLA then also gathers
     # parameters before they are needed.
     add("--xla_gpu_enable_latency_hiding_scheduler=true")
-    # It joins all vectors to one array to sum their gradients, and copies each from there.
+    # This pass joins the gradients of all vectors to one array to sum them over devices, and copies
+    # each from there.
     passes = ["all-reduce-contiguous"]
     if mesh.get("seq", 1) == 1:
-        # In programs for several devices it undoes what `models._blocks.add` is for. That does
-        # nothing with "seq", where the program needs more memory without this pass.
+        # In programs for several devices this pass undoes what `models._blocks.add` does. With
+        # "seq" that function changes nothing, and a program needs more memory without the pass.
         passes.append("reshape-mover")
     add(f"--xla_disable_hlo_passes={','.join(passes)}")
     # With one queue of work a GPU begins an exchange before the products that are launched later.
