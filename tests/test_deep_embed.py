@@ -14,10 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from rwkv_jax import finetuning, models
 from rwkv_jax.models import Kernels, rwkv7
-from support import checkpoints, language_models
+from support import checkpoints, language_models, meshes
 from support.models import DOCUMENTS
 from support.operators import FAST
 from support.tolerance import EXACT_FLOAT32, assert_close
@@ -148,6 +150,16 @@ def test_what_is_refused(tmp_path: Path, params: rwkv7.Params) -> None:
     path = checkpoints.write_safetensors(tmp_path / "model.safetensors", incomplete)
     with pytest.raises(ValueError, match=r"(?s)ffn.s0 is missing.*ffn.s1 is missing.*\[37, 16\]"):
         models.load(path)
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
+def test_tables_by_columns(params: rwkv7.Params, cpus: list[Any]) -> None:
+    """Where they are distributed along the axis of the batch, as the embedding."""
+    mesh = meshes.mesh("data=2", AxisType.Auto, cpus)
+    names = rwkv7.names(rwkv7.shardings(params, mesh, data="data"))
+    assert {names[f"{table}.weight"].spec for table in TABLES} == {P(None, "data")}
+    assert names["head.weight"].spec == P(None, "data")
+    assert names["blocks.1.ffn.key.weight"].spec == P("data")
 
 
 @pytest.mark.slow

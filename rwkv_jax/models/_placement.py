@@ -61,14 +61,14 @@ def shardings(
         blocks = _stacking.block_axes(path)
         whole_heads = ".att." not in name or heads % devices["model"] == 0
         if (
-            (axes == ("model", "data") and devices["model"] == 1 and name[:4] != "emb.")
+            (axes == ("model", "data") and devices["model"] == 1 and "emb." not in name)
             and x.shape[blocks] % devices["data"] == 0
             and (".att." not in name or heads % devices["data"] == 0)
         ):
-            # A matrix gathered from columns would be transposed, and so would its gradient. Only of
-            # the embedding columns are looked up. Where parameters are not gathered, the compiler
-            # may distribute the outputs of a matrix as its rows, and those of a time mixing are
-            # whole heads.
+            # A matrix gathered from columns would be transposed, and so would its gradient. Devices
+            # look up tokens in columns of embeddings, DeepEmbed's too. Where parameters are not
+            # gathered, the compiler may distribute the outputs of a matrix as its rows, and those
+            # of a time mixing have to be whole heads.
             axes = ("data",)
         spec = (
             along[axis] if size % devices[axis] == 0 and (axis == "data" or whole_heads) else None
