@@ -60,7 +60,8 @@ def _rows_suffice(sizes: Mapping[str, int], width: int, rows: int, context: int)
     """Whether there are enough rows to distribute them along "model" as well, and enough tokens.
 
     A block has 12 `width`^2 parameters. Along "data" devices exchange at most 6 bytes for each of
-    them, and along "model" 16 `width` bytes for each token, sums of activations.
+    them, and along "model" 16 `width` bytes for each token, sums of activations. What they exchange
+    of the head is left out.
     """
     tokens = rows * context // (sizes["data"] * sizes["seq"])
     is_even = rows % (sizes["data"] * sizes["model"]) == 0

@@ -20,13 +20,11 @@ def add_for_several_devices(mesh: Mapping[str, int]) -> None:
     # The default on GPUs of compute capability 9.0 and higher alone. XLA then also gathers
     # parameters before they are needed.
     add("--xla_gpu_enable_latency_hiding_scheduler=true")
-    # This pass joins the gradients of all vectors to one array to sum them over devices, and copies
-    # each from there.
-    passes = ["all-reduce-contiguous"]
     if mesh.get("seq", 1) == 1:
-        # In programs for several devices this pass undoes what `models._blocks.add` does. With
-        # "seq" that function changes nothing, and a program needs more memory without the pass.
-        passes.append("reshape-mover")
-    add(f"--xla_disable_hlo_passes={','.join(passes)}")
+        # In programs for several devices the first pass undoes what `models._blocks.add` does. The
+        # second one joins the gradients of all vectors to one array to sum them over devices, and
+        # copies each from there. With "seq" neither takes longer, and a program needs more memory
+        # without the first.
+        add("--xla_disable_hlo_passes=reshape-mover,all-reduce-contiguous")
     # With one queue of work a GPU begins an exchange before the products that are launched later.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
