@@ -18,7 +18,7 @@ on, and checksums of its files. A resumed run skips damaged checkpoints. One run
 a folder.
 
 The axes of --mesh are data (rows of the batch; also parts of parameters and optimizer state), model
-(heads, inner channels and the vocabulary; with many tokens rows as well, which exchanges less) and
+(heads, inner channels and the vocabulary; with many tokens rows instead, which exchanges less) and
 seq (consecutive parts of the context), the last one over the nearest devices. A run may resume on
 another mesh. Without GPUs, XLA_FLAGS=--xla_force_host_platform_device_count=8 makes 8 devices of a
 CPU.

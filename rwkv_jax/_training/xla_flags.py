@@ -23,8 +23,8 @@ def add_for_several_devices(mesh: Mapping[str, int]) -> None:
     if mesh.get("seq", 1) == 1:
         # In programs for several devices the first pass undoes what `models._blocks.add` does. The
         # second one joins the gradients of all vectors to one array to sum them over devices, and
-        # copies each from there. With "seq" neither takes longer, and a program needs more memory
-        # without the first.
+        # copies each from there. With "seq" the function does nothing, programs without the first
+        # pass need more memory, and those without the second are as fast.
         add("--xla_disable_hlo_passes=reshape-mover,all-reduce-contiguous")
     # With one queue of work a GPU begins an exchange before the products that are launched later.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

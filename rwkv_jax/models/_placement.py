@@ -59,19 +59,21 @@ def shardings(
         name = _parameters.name(path).replace(".base.", ".")
         axes = next((axes for endings, axes in rules if name.endswith(endings)), ())
         blocks = _stacking.block_axes(path)
-        whole_heads = ".att." not in name or heads % devices["model"] == 0
-        if (
-            (axes == ("model", "data") and devices["model"] == 1 and "emb." not in name)
-            and x.shape[blocks] % devices["data"] == 0
-            and (".att." not in name or heads % devices["data"] == 0)
-        ):
+
+        def whole_heads(axis: Axis) -> bool:
+            return ".att." not in name or heads % devices[axis] == 0
+
+        has_free_rows = axes == ("model", "data") and devices["model"] == 1 and "emb." not in name
+        if has_free_rows and x.shape[blocks] % devices["data"] == 0 and whole_heads("data"):
             # A matrix gathered from columns would be transposed, and so would its gradient. Devices
             # look up tokens in columns of embeddings, DeepEmbed's too. Where parameters are not
             # gathered, the compiler may distribute the outputs of a matrix as its rows, and those
             # of a time mixing have to be whole heads.
             axes = ("data",)
         spec = (
-            along[axis] if size % devices[axis] == 0 and (axis == "data" or whole_heads) else None
+            along[axis]
+            if size % devices[axis] == 0 and (axis == "data" or whole_heads(axis))
+            else None
             for size, axis in zip(x.shape[blocks:], axes, strict=False)
         )
         return NamedSharding(mesh, PartitionSpec(*(None,) * blocks, *spec))
